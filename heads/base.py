@@ -1,0 +1,356 @@
+"""What a drafting head is: its contracts with the target, with training and with decoding.
+
+Shape suffixes: B rows, T tokens, N draft nodes, K taps, D hidden width, V vocabulary, M loss rows.
+
+Notation (the same in every head): the target has read x_0..x_t and holds the hidden state h_t, it
+has given x_{t+1}, the root.  Draft slot k = 1, 2, .. is x_{t+1+k}; its teacher is the target's law
+p_{t+k}, which `TargetSpec.logits(h_{t+k})` gives.  The shift of the labels in the loss and the
+depth of the nodes in `propose` are this one fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from .draft import Draft, Plan
+from .losses import OBJECTIVES, distil
+
+Features = dict[str, Tensor]
+"""`hidden` [B, T, D] after the target's final norm and, where a head asks for them, `taps`
+[B, T, K, D]."""
+
+
+class Purpose(IntEnum):
+    """What a random decision is for; a part of its key, so that no coin is used twice."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+
+
+class Noise(Protocol):
+    """Randomness of one round, a decision at a time."""
+
+    def bernoulli(self, probability: float, row: int, node: int) -> bool:
+        """True with `probability`: is node `node` of row `row` accepted?"""
+
+    def categorical(self, law_V: Tensor, row: int, node: int, purpose: Purpose) -> int:
+        """An index drawn from `law_V`, which sums to 1."""
+
+
+class Sampling(Protocol):
+    """Turns logits into the laws that are sampled from, the target's and the drafter's alike."""
+
+    greedy: bool
+    """Laws are point masses; `laws` returns token ids."""
+    raw_greedy: bool
+    """Greedy without any processor: the argmax may be taken before scattering to V."""
+
+    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
+        """Laws of the next token after each node.
+
+        Args:
+            logits_BNV: raw logits over target ids, -inf where a token cannot be proposed.
+            paths: paths(b, n) gives the tokens that node n has after the row's committed tokens,
+                the root excluded since it is committed; asked for only where a processor looks.
+        Returns:
+            [B, N, V] probabilities, or [B, N] token ids when `greedy`.
+        """
+
+
+class State(Protocol):
+    """What a drafter remembers of its rows between rounds."""
+
+    def select(self, rows: Tensor) -> State:
+        """The state of `rows` alone, when other rows have finished."""
+
+
+class Drafter(Protocol):
+    """Anything that proposes tokens: a head, n-gram lookup, a separate draft model, a merge."""
+
+    taps: list[int]
+    max_depth: int
+    name: str
+
+    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
+        """State after the prefill.
+
+        Args:
+            ids_BT: prompt and root, right padded: length + 1 ids a row.
+            length_B: tokens the target has read, the root excluded.
+            features: of the prompt's tokens.
+        """
+
+    def propose(
+        self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+    ) -> Draft:
+        """The draft of one round, at most `plan.depth` deep."""
+
+    def advance(
+        self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
+    ) -> State:
+        """State after a round.
+
+        Args:
+            committed_BM: (n1, .., nm, y), accepted nodes and the next token, right padded.
+            count_B: m + 1, how many of them each row has.
+            features: of (n0, n1, .., nm), so that pair j is a node's state and the token after it.
+        """
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What a head knows of its frozen target: sizes and callables, never its modules.
+
+    Attributes:
+        embed: ids [..] -> embeddings [.., D], with the target's own scaling.
+        projector: (rows, packed) -> a function from hidden [.., D] to logits [.., V], or
+            [.., len(rows)] when `rows` [D'] picks vocabulary rows.  With packed=True it may serve
+            inference only; with packed=False gradients reach hidden.
+        identity: what is written into head.json to recognise the target again.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_positions: int
+    embed: Callable[[Tensor], Tensor]
+    projector: Callable[[Tensor | None, bool], Callable[[Tensor], Tensor]]
+    identity: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logits of `hidden` [.., D] through the dense lm_head, soft-capping and scaling included."""
+        return self.projector(rows, False)(hidden)
+
+
+class HeadConfig(BaseModel):
+    """Fields that every head kind has.
+
+    Attributes:
+        depth: K, tokens drafted in a chain.
+        taps: target layers read beside the final state: 0 is the embeddings, i the output of
+            layer i-1, the number of layers the raw output of the last one; larger values shift
+            down to fit.
+        draft_vocab: D most frequent ids of the distillation data; None drafts over all ids.
+        loss: name of the objective in `losses.OBJECTIVES`.
+        decay: weight of depth k's loss is decay^k (Medusa, arXiv 2401.10774, section 2.2.1).
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    kind: str
+    depth: int = Field(4, ge=1, le=16)
+    taps: list[int] = Field(default_factory=list)
+    draft_vocab: int | None = Field(8192, ge=1)
+    loss: Literal["kl", "ce"] = "kl"
+    decay: float = Field(0.8, gt=0, le=1)
+
+
+@dataclass(frozen=True)
+class LastFeatures:
+    """State of a head that looks at one position: the features of the root's predecessor."""
+
+    hidden_BD: Tensor
+    taps_BKD: Tensor | None
+
+    def select(self, rows: Tensor) -> LastFeatures:
+        """The features of `rows` alone."""
+        taps = None if self.taps_BKD is None else self.taps_BKD[rows]
+        return replace(self, hidden_BD=self.hidden_BD[rows], taps_BKD=taps)
+
+
+class Head(nn.Module):
+    """A drafting head on a frozen target.
+
+    A subclass gives `kind`, `Config`, `unroll` (training) and `step` (decoding); a head that
+    remembers more than one position also gives `start` and `advance`.
+    """
+
+    kind: ClassVar[str]
+    Config: ClassVar[type[HeadConfig]]
+    draft_ids: Tensor | None
+
+    def __init__(
+        self, config: HeadConfig, spec: TargetSpec, draft_ids: Tensor | None = None
+    ) -> None:
+        """Args:
+        config: of the subclass's `Config`.
+        spec: the target.
+        draft_ids: [D] sorted target ids of the draft vocabulary; None for all ids.
+        """
+        super().__init__()
+        self.config, self.spec, self.name = config, spec, self.kind
+        self.taps = sorted({min(max(tap, 0), spec.num_layers) for tap in config.taps})
+        self.max_depth = config.depth
+        self.register_buffer("draft_ids", draft_ids)
+        self._project: Callable[[Tensor], Tensor] | None = None
+
+    # -- training --------------------------------------------------------------------------------
+
+    def unroll(self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]) -> list[Tensor]:
+        """States whose lm_head logits are the draft laws, for training.
+
+        Args:
+            rows: for each depth k, flat indices b*T+t [M_k] of the positions t to draft from.
+        Returns:
+            one [M_k, D] a depth.
+        """
+        raise TypeError(f"head kind {self.kind!r} does not define unroll")
+
+    def output_weights(self) -> list[Tensor] | None:
+        """The head's own lm_head weights, one [D', D] a depth; None: the target's are shared."""
+        return None
+
+    def forward(self, batch: dict[str, Tensor], features: Features) -> dict[str, Tensor]:
+        """Sums over the loss rows of `batch`, to be divided by `counts`.
+
+        Args:
+            batch: `ids` [B, T], `loss_mask` [B, T] (True: the target generated this token) and,
+                where rows hold several documents, `document` [B, T].
+        Returns:
+            loss [depth] (differentiable), top1 [depth] (argmax equals the text) and prefix [depth]
+            (the first k argmaxes all equal the text, the numerator of tau's term k).
+        """
+        rows = loss_rows(batch, self.config.depth)
+        states = self.unroll(batch, features, rows)
+        return distil(
+            OBJECTIVES[self.config.loss],
+            states,
+            rows,
+            hidden=features["hidden"].flatten(0, 1),
+            ids=batch["ids"].flatten(),
+            project=self.spec.projector(self.draft_ids, False),
+            weights=self.output_weights(),
+            draft_ids=self.draft_ids,
+        )
+
+    def counts(self, batch: dict[str, Tensor]) -> Tensor:
+        """[depth] loss rows N_k of `batch`; needs no forward."""
+        return torch.stack([r.new_tensor(len(r)) for r in loss_rows(batch, self.config.depth)])
+
+    def loss_weights(self) -> Tensor:
+        """[depth] weights w_k = decay^k."""
+        return self.config.decay ** torch.arange(1, self.config.depth + 1, dtype=torch.float32)
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
+        """See `Drafter.start`."""
+        return _last_features(features, length_B - 1)
+
+    def advance(
+        self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
+    ) -> State:
+        """See `Drafter.advance`."""
+        return _last_features(features, count_B - 1)
+
+    def step(self, state: Any, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
+        """State [B, D] whose logits are the law of slot k = len(tokens).
+
+        Args:
+            tokens: the root and the tokens drafted so far, each [B].
+            memo: empty at the root, kept along the chain.
+        """
+        raise TypeError(f"head kind {self.kind!r} does not define step")
+
+    def draft_logits(self, hidden_BD: Tensor, depth: int) -> Tensor:
+        """Logits over the draft vocabulary at slot `depth` (from 1)."""
+        weights = self.output_weights()
+        if weights is not None:
+            return nn.functional.linear(hidden_BD, weights[depth - 1])
+        if self._project is None:
+            self._project = self.spec.projector(self.draft_ids, True)
+        return self._project(hidden_BD)
+
+    def propose(
+        self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+    ) -> Draft:
+        """A chain: slot after slot, each token chosen or drawn from the law of its own prefix."""
+        tokens, laws, memo = [root_B], [], {}
+        valid = [torch.ones(len(root_B), dtype=torch.bool)]
+        for depth in range(1, min(plan.depth, self.max_depth) + 1):
+            logits_BD = self.draft_logits(self.step(state, tokens, memo), depth)
+            if sampling.raw_greedy:
+                chosen_B = logits_BD.argmax(-1)
+                tokens.append(chosen_B if self.draft_ids is None else self.draft_ids[chosen_B])
+                valid.append(valid[0])
+                continue
+            logits_BV = scatter_logits(logits_BD, self.draft_ids, self.spec.vocab_size)
+            fine_B = (logits_BV > -torch.inf).any(-1) & ~logits_BV.isnan().any(-1)
+            fine_B &= ~(logits_BV == torch.inf).any(-1)
+            logits_BV = torch.where(fine_B[:, None], logits_BV, 0.0)
+            so_far = torch.stack(tokens, 1)[:, 1:].tolist()
+            law = sampling.laws(logits_BV[:, None], lambda b, n, path=so_far: path[b])[:, 0]
+            tokens.append(law if sampling.greedy else draw(noise, law, depth))
+            laws.append(law)
+            valid.append(valid[-1] & fine_B.cpu())
+        ids_BN, valid_BN = torch.stack(tokens, 1), torch.stack(valid, 1)
+        if sampling.greedy or not laws:
+            return Draft.chain(ids_BN, valid_BN=valid_BN)
+        laws.append(torch.zeros_like(laws[0]))
+        return Draft.chain(ids_BN, torch.stack(laws, 1), valid_BN)
+
+
+def _last_features(features: Features, index_B: Tensor) -> LastFeatures:
+    rows = torch.arange(len(index_B), device=index_B.device)
+    taps = features.get("taps")
+    return LastFeatures(
+        features["hidden"][rows, index_B], None if taps is None else taps[rows, index_B]
+    )
+
+
+def draw(noise: Noise, law_BV: Tensor, node: int) -> Tensor:
+    """One token a row from its law; `node` keys the decision."""
+    drawn = [noise.categorical(law, row, node, Purpose.DRAFT) for row, law in enumerate(law_BV)]
+    return torch.tensor(drawn, device=law_BV.device)
+
+
+def scatter_logits(logits_BD: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Draft logits over target ids, -inf outside the draft vocabulary."""
+    if draft_ids is None:
+        return logits_BD
+    full = logits_BD.new_full((*logits_BD.shape[:-1], vocab_size), -torch.inf)
+    return full.index_copy_(-1, draft_ids, logits_BD)
+
+
+def loss_rows(batch: dict[str, Tensor], depth: int) -> list[Tensor]:
+    """Flat indices b*T+t of the rows that depth k = 1..depth learns from.
+
+    Row t counts at depth k when the target generated all of x_{t+1}, .., x_{t+1+k} (the weight
+    prod_{j=1..k+1} a_{t+j}), in one document; so the first row is the last prompt token.
+    """
+    mask, document = batch["loss_mask"], batch.get("document")
+    alive = torch.ones_like(mask)
+    result = []
+    for shift in range(1, depth + 2):
+        here = torch.zeros_like(mask)
+        here[:, :-shift] = mask[:, shift:]
+        if document is not None:
+            here[:, :-shift] &= document[:, :-shift] == document[:, shift:]
+        alive = alive & here
+        if shift > 1:
+            result.append(alive.flatten().nonzero()[:, 0])
+    return result
+
+
+HEADS: dict[str, type[Head]] = {}
+
+
+def register(cls: type[Head]) -> type[Head]:
+    """Adds a head kind to `HEADS`; refuses a kind that is taken or a class without its parts."""
+    if not (isinstance(getattr(cls, "kind", None), str) and issubclass(cls, Head)):
+        raise TypeError(f"{cls.__name__} is no head kind: subclass Head and set `kind`")
+    if not issubclass(getattr(cls, "Config", type(None)), HeadConfig):
+        raise TypeError(f"head kind {cls.kind!r}: set `Config` to a subclass of HeadConfig")
+    if cls.kind in HEADS:
+        raise ValueError(f"head kind {cls.kind!r} is taken by {HEADS[cls.kind].__name__}")
+    HEADS[cls.kind] = cls
+    return cls

@@ -1,0 +1,195 @@
+"""A head's folder: model.safetensors beside head.json, which says everything needed to load it.
+
+Both files are replaced whole, and head.json holds the other's checksum, so that a pair torn by a
+crash is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from .base import HEADS, Head, TargetSpec
+from .errors import InputError, nearest
+
+FORMAT = 1
+WEIGHTS, DESCRIPTION = "model.safetensors", "head.json"
+SIZES = ("model_type", "hidden_size", "num_layers", "vocab_size")
+
+
+def save_head(folder: str | Path, head: Head, **notes: Any) -> None:
+    """Writes `head` to `folder`; the target's tensors are not part of it.
+
+    Args:
+        notes: further JSON values for head.json, such as the trained length.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Clones: tensors that share storage cannot be written.
+    tensors = {name: t.detach().cpu().clone() for name, t in head.state_dict().items()}
+    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
+    description = {
+        "format": FORMAT,
+        "kind": head.kind,
+        "config": head.config.model_dump(),
+        "target": head.spec.identity,
+        "wiring": {
+            "norm_stage": "post",
+            "taps": head.taps,
+            "draft_vocab": None if head.draft_ids is None else len(head.draft_ids),
+        },
+        "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
+        "sha256": sha256(folder / WEIGHTS),
+        **notes,
+    }
+    text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+    replace_file(folder / DESCRIPTION, lambda path: Path(path).write_text(text))
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """head.json of a head's folder.
+
+    Raises:
+        InputError: no head there, not JSON, or another format version.
+    """
+    path = Path(folder) / DESCRIPTION
+    if not path.is_file():
+        raise InputError(
+            f"{folder} holds no {DESCRIPTION}",
+            "Give the output_dir of a finished training run (accelerate launch train.py CONFIG).",
+        )
+    try:
+        description = json.loads(path.read_text())
+        version = description["format"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged: {error}", "Train again or restore it.") from None
+    if version != FORMAT:
+        raise InputError(
+            f"{path} has format version {version!r}, this release reads {FORMAT}",
+            "Load it with the release that wrote it, or train again.",
+        )
+    for key, kind in {"kind": str, "config": dict, "target": dict, "sha256": str}.items():
+        if not isinstance(description.get(key), kind):
+            raise InputError(f"{path} lacks {key!r}", "Train again or restore it.")
+    return description
+
+
+def load_head(
+    folder: str | Path, spec: TargetSpec, *, allow_other_target: bool = False
+) -> Head:
+    """The head in `folder`, on the target it was trained for, in eval mode.
+
+    Args:
+        allow_other_target: accept a target with other weights but equal sizes; drafts get worse,
+            the output law stays the target's.
+    Raises:
+        InputError: damaged or foreign files, or another target, naming the field that differs.
+    """
+    folder = Path(folder)
+    description = read_description(folder)
+    check_target(description["target"], spec.identity, folder, allow_other_target)
+    kind = description["kind"]
+    if kind not in HEADS:
+        raise InputError(f"{folder}: unknown head kind {kind!r}", nearest(kind, HEADS))
+    try:
+        config = HEADS[kind].Config.model_validate(description["config"])
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise InputError(f"{folder}/{DESCRIPTION}: {problems}", "Restore the file.") from None
+    tensors = _read_weights(folder / WEIGHTS, description["sha256"])
+    head = HEADS[kind](config, spec, tensors.get("draft_ids"))
+    _check_tensors(head, tensors, folder)
+    head.load_state_dict(tensors)
+    return head.requires_grad_(False).eval().to(spec.device, spec.dtype)
+
+
+def check_target(
+    trained: dict[str, Any], met: dict[str, Any], where: Any, allow_other: bool = False
+) -> None:
+    """Compares the identity of the target in hand with the one a head or a cache was made with.
+
+    Raises:
+        InputError: naming the first field that differs, with both values.
+    """
+    for key in SIZES:
+        if trained.get(key) != met.get(key):
+            raise InputError(
+                f"{where} was made for a target with {key} {trained.get(key)!r}, "
+                f"this one has {met.get(key)!r}",
+                f"Load the target it names: {trained.get('model')!r}.",
+            )
+    # Weights of another dtype are compared after rounding both to bfloat16.
+    same_dtype = trained.get("dtype") == met.get("dtype")
+    keys = ["fingerprint" if same_dtype else "fingerprint_bf16", "tokenizer"]
+    differing = [k for k in keys if None not in (trained.get(k), met.get(k))]
+    differing = [k for k in differing if trained[k] != met[k]]
+    if differing and not allow_other:
+        what = "tokenizer" if differing == ["tokenizer"] else "weights"
+        raise InputError(
+            f"{where} was made for another target: the {what} of {met.get('model')!r} differ "
+            f"({differing[0]} {trained[differing[0]]} there, {met[differing[0]]} here)",
+            f"Load {trained.get('model')!r}, or pass allow_other_target=True.",
+        )
+    if differing:
+        warnings.warn(f"{where} was made for a target with another {differing[0]}", stacklevel=2)
+    elif not same_dtype:
+        warnings.warn(
+            f"{where} was made with a {trained.get('dtype')} target; this one is "
+            f"{met.get('dtype')}, the head is cast",
+            stacklevel=2,
+        )
+
+
+def _read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise InputError(f"{path} is missing", "Restore it beside head.json or train again.")
+    if sha256(path) != checksum:
+        raise InputError(
+            f"{path} is damaged: its checksum is not the one in {DESCRIPTION}",
+            "Restore the file or train again; `resume: latest` goes on from a whole checkpoint.",
+        )
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"{path} is no safetensors file: {error}", "Train again.") from None
+
+
+def _check_tensors(head: Head, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    wanted = {name: tuple(t.shape) for name, t in head.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    faults = [f"missing {n}" for n in sorted(wanted.keys() - found.keys())]
+    faults += [f"unexpected {n}" for n in sorted(found.keys() - wanted.keys())]
+    faults += [
+        f"{n} has shape {found[n]}, wanted {wanted[n]}"
+        for n in sorted(wanted.keys() & found.keys())
+        if wanted[n] != found[n]
+    ]
+    if faults:
+        raise InputError(
+            f"{folder}: the tensors do not fit {DESCRIPTION}: {'; '.join(faults[:4])}",
+            f"{len(faults)} in all; restore the pair of files that was saved together.",
+        )
+
+
+def replace_file(path: Path, write: Any) -> None:
+    """Calls `write` with a temporary name beside `path` and moves the result into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write(str(temporary))
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sha256(path: str | Path) -> str:
+    """Hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,33 @@
+"""The error for whatever a user handed in: a config, a file, a checkpoint, a prompt, an argument."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+
+
+class InputError(ValueError):
+    """Bad input, in two lines: what was met, and what to do.  Scripts print it and exit with 2."""
+
+    def __init__(self, met: str, advice: str) -> None:
+        super().__init__(f"{met}\n{advice}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Advice that names the closest of `known`, and all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Available: {', '.join(known)}."
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Runs a command: bad input is printed, without a traceback, and gives 2; Ctrl-C gives 130."""
+    try:
+        return main()
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

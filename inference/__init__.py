@@ -1,0 +1,1 @@
+"""How heads are used: the target, the verifier, the decoding loop and `Speculator`."""

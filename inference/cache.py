@@ -1,0 +1,128 @@
+"""SlotCache: a KV cache whose rows have lengths of their own and which keeps any path of a draft.
+
+Shape suffixes: B rows, H key heads, S slots, D head width, N draft nodes.
+
+Slot length_b + n holds draft node n of row b.  A rejected node's slot is masked, then overwritten:
+zeroing it would still give it weight e^0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+GROWTH = 256  # slots are allocated in steps of this many
+
+
+class SlotCache(Cache):
+    """Preallocated keys and values with one length a row.
+
+    Args:
+        layers: decoder layers of the target.
+        rows: B.
+        capacity: slots to allocate at once; grows when more are asked for.
+
+    Attributes:
+        lengths: tokens in the cache, a row each, on the host.
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+        self.lengths = [0] * rows
+        self.capacity = _round_up(capacity)
+        self._slots: Tensor | slice = slice(0, 0)
+        self._end = 0
+
+    def open(self, nodes: int, device: torch.device) -> Tensor:
+        """Announces the next forward over `nodes` nodes a row.
+
+        Returns:
+            [B] the rows' lengths on `device`.
+        """
+        lengths_B = torch.tensor(self.lengths, device=device)
+        self._end = max(self.lengths) + nodes
+        if self._end > self.capacity:
+            self._grow(_round_up(self._end))
+        if min(self.lengths) == max(self.lengths):
+            self._slots = slice(self.lengths[0], self._end)
+        else:
+            self._slots = lengths_B[:, None] + torch.arange(nodes, device=device)
+        return lengths_B
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes a layer's new keys and values [B, H, N, D] and returns all slots in use."""
+        return (
+            self._write(self.keys, key_states, layer_idx),
+            self._write(self.values, value_states, layer_idx),
+        )
+
+    def _write(self, buffers: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        buffer = buffers[layer]
+        if buffer is None:
+            rows, heads, _, width = new.shape
+            buffer = new.new_zeros(rows, heads, self.capacity, width)
+            buffers[layer] = buffer
+        if isinstance(self._slots, slice):
+            buffer[:, :, self._slots] = new
+        else:
+            rows_B1 = torch.arange(len(buffer), device=new.device)[:, None]
+            buffer[rows_B1, :, self._slots] = new.transpose(1, 2)
+        return buffer[:, :, : self._end]
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """Keeps, for each row, the draft nodes of an accepted path (root first), moved together."""
+        for row, path in enumerate(paths):
+            start = self.lengths[row]
+            if path != list(range(len(path))):
+                source = torch.tensor(path) + start
+                for buffer in (*self.keys, *self.values):
+                    if buffer is not None:
+                        kept = buffer[row, :, source.to(buffer.device)]
+                        buffer[row, :, start : start + len(path)] = kept
+            self.lengths[row] = start + len(path)
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps `rows` alone, in that order."""
+        for buffers in (self.keys, self.values):
+            for layer, buffer in enumerate(buffers):
+                if buffer is not None:
+                    buffers[layer] = buffer[rows]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def _grow(self, capacity: int) -> None:
+        for buffers in (self.keys, self.values):
+            for layer, buffer in enumerate(buffers):
+                if buffer is not None:
+                    rows, heads, slots, width = buffer.shape
+                    larger = buffer.new_zeros(rows, heads, capacity, width)
+                    larger[:, :, :slots] = buffer
+                    buffers[layer] = larger
+        self.capacity = capacity
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Length of the longest row."""
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(slots in use, offset 0): asked for by transformers' mask code."""
+        return self._end, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: no fixed length."""
+        return -1
+
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.nbytes for b in (*self.keys, *self.values) if b is not None)
+
+
+def _round_up(slots: int) -> int:
+    return -(-max(slots, 1) // GROWTH) * GROWTH

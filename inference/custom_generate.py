@@ -1,0 +1,89 @@
+"""The drop-in for transformers users: `model.generate(ids, custom_generate=spec)`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..heads.errors import InputError
+from .decode import Row, decode
+from .sampling import Settings
+from .statistics import Stats
+
+if TYPE_CHECKING:
+    from .speculator import Speculator
+
+# What generate can be asked for and a single sampled or greedy path cannot give: the neutral value.
+REFUSED = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+}
+
+
+def run(
+    spec: Speculator,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+) -> Tensor:
+    """Decodes transformers' left-padded rows.
+
+    Args:
+        input_ids: [B, T] prompts.
+        attention_mask: [B, T] of them; None: no padding.
+        logits_processor, stopping_criteria: as transformers prepared them, warpers included.
+        config: the generation config of the call.
+    Returns:
+        [B, T + new] prompts and new tokens, right padded with the pad id.
+    Raises:
+        InputError: a setting that cannot be honoured, by name.
+    """
+    for name, neutral in REFUSED.items():
+        value = getattr(config, name, neutral)
+        if value not in (neutral, None):
+            raise InputError(
+                f"generate was asked for {name}={value!r}, which drafting cannot give",
+                f"Leave {name} at {neutral!r}.",
+            )
+    settings = Settings(
+        do_sample=bool(config.do_sample), logits_processor=tuple(logits_processor or ())
+    )
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    # The random stream is the caller's torch generator: a set seed repeats.
+    seeds = torch.randint(2**62, (len(input_ids),)).tolist()
+    limit = config.max_length - input_ids.shape[1]
+    rows = []
+    for index, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
+        prompt = ids[mask].tolist()
+        room = spec.target.spec.max_positions - len(prompt)
+        stop = _stop_rule(ids.tolist(), stopping_criteria, input_ids.device)
+        rows.append(Row(index, prompt, seeds[index], min(limit, room), set(), stop=stop))
+    for _ in decode(spec.target, spec.drafter, rows, settings, spec.plan, Stats()):
+        continue
+    longest = max(len(row.new) for row in rows)
+    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    new = [row.new + [pad] * (longest - len(row.new)) for row in rows]
+    return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+
+
+def _stop_rule(prompt: list[int], criteria: Any, device: torch.device) -> Any:
+    """transformers' criteria (EOS, stop strings, custom ones) asked after each token."""
+    if not criteria:
+        return None
+
+    def stopped(new: list[int]) -> bool:
+        ids = torch.tensor([prompt + new], device=device)
+        return bool(torch.as_tensor(criteria(ids, None)).all())
+
+    return stopped

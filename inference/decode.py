@@ -1,0 +1,232 @@
+"""The round: propose -> target forward over the draft -> verify -> keep -> advance.
+
+Plain decoding is the same loop with an empty draft.  Rows are ragged: each advances by what it
+accepted, and leaves the batch when it is done.
+
+Shape suffixes: B rows, T tokens, N draft nodes, M committed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..heads.base import Drafter, Features, Purpose
+from ..heads.draft import Draft, Plan
+from .noise import RowNoise
+from .sampling import RowSampling, Settings
+from .statistics import Stats
+from .target import TargetModel
+from .verifier import Verdict, verify
+
+
+class Commit(NamedTuple):
+    """Tokens that a round emits for one row; `finish` says why the row ends, if it does."""
+
+    row: int
+    tokens: list[int]
+    finish: str | None
+
+
+@dataclass
+class Row:
+    """One sequence on its way.
+
+    Attributes:
+        index: its place in the call.
+        limit: new tokens at most.
+        stop: called with all new tokens after each one; True ends the row there.
+        new: tokens emitted so far.
+    """
+
+    index: int
+    prompt: list[int]
+    seed: int
+    limit: int
+    eos_ids: set[int]
+    limit_reason: str = "length"
+    stop: Callable[[list[int]], bool] | None = None
+    new: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+    def emit(self, tokens: list[int]) -> Commit:
+        """Takes `tokens` up to the first that ends the row."""
+        before = len(self.new)
+        for token in tokens:
+            self.new.append(token)
+            if token in self.eos_ids:
+                self.finish = "eos"
+            elif self.stop is not None and self.stop(self.new):
+                self.finish = "stop"
+            elif len(self.new) == self.limit:
+                self.finish = self.limit_reason
+            if self.finish:
+                break
+        return Commit(self.index, self.new[before:], self.finish)
+
+
+class Batch:
+    """Rows that are decoded together."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        rows: list[Row],
+        settings: Settings,
+        plan: Plan,
+        stats: Stats,
+    ) -> None:
+        self.target, self.drafter, self.rows = target, drafter, rows
+        self.plan, self.stats = plan, stats
+        self.sampling = RowSampling(settings, [list(row.prompt) for row in rows])
+        longest = max(len(row.prompt) + row.limit for row in rows)
+        first = max(len(row.prompt) for row in rows)
+        # Memory for what most answers need; the cache grows when one needs more.
+        capacity = min(longest, first + 1024) + plan.depth + 1
+        self.cache = target.new_cache(len(rows), capacity)
+
+    def prefill(self) -> list[Commit]:
+        """Reads the prompts and draws each row's first root like any other token."""
+        target, rows, stats = self.target, self.rows, self.stats
+        lengths = [len(row.prompt) for row in rows]
+        with stats.timed("prefill"):
+            ids_BT = _padded([[*row.prompt, 0] for row in rows], target.device)
+            features = target.prefill(ids_BT[:, :-1], lengths, self.cache, self.drafter.taps)
+            last_B = torch.tensor(lengths, device=target.device) - 1
+            hidden_BD = features["hidden"][torch.arange(len(rows)), last_B]
+            laws = self.sampling.laws(target.logits(hidden_BD)[:, None], lambda b, n: [])[:, 0]
+            roots = laws.tolist() if self.sampling.greedy else self._draw(laws, lengths)
+            ids_BT[torch.arange(len(rows)), last_B + 1] = torch.tensor(roots, device=target.device)
+            self.state = self.drafter.start(ids_BT, last_B + 1, features)
+        stats.rows += len(rows)
+        stats.tokens += len(rows)
+        stats.forwards += 1
+        return self._commit([Verdict([], [root]) for root in roots], None)
+
+    def _draw(self, laws_BV: Tensor, lengths: list[int]) -> list[int]:
+        noise = RowNoise([row.seed for row in self.rows], lengths)
+        return [noise.categorical(p, b, 0, Purpose.RESIDUAL) for b, p in enumerate(laws_BV)]
+
+    def round(self) -> list[Commit]:
+        """One round of every row."""
+        target, stats, sampling = self.target, self.stats, self.sampling
+        history = sampling.history
+        root_B = torch.tensor([ids[-1] for ids in history], device=target.device)
+        # A round emits the accepted tokens and one more.
+        room = max(row.limit - len(row.new) for row in self.rows) - 1
+        noise = RowNoise([row.seed for row in self.rows], [len(ids) for ids in history])
+        with stats.timed("draft"):
+            plan = self.plan.capped(room)
+            draft = self.drafter.propose(self.state, root_B, plan, sampling, noise)
+        with stats.timed("target"):
+            features = target.forward(
+                draft.ids_BN, self.cache, draft.ancestors(), _depths(draft), self.drafter.taps
+            )
+            logits_BNV = target.logits(features["hidden"])
+        with stats.timed("verify"):
+            laws = sampling.laws(logits_BNV, _paths(draft))
+            verdicts = verify(draft, laws, noise)
+        stats.forwards += 1
+        self.cache.keep([verdict.path for verdict in verdicts])
+        commits = self._commit(verdicts, draft)
+        self._advance(verdicts, features)
+        return commits
+
+    def _commit(self, verdicts: list[Verdict], draft: Draft | None) -> list[Commit]:
+        commits = []
+        depths = [max(d) for d in draft.depths()] if draft else []
+        for b, (row, verdict) in enumerate(zip(self.rows, verdicts, strict=True)):
+            commit = row.emit(verdict.tokens)
+            self.sampling.history[b] += verdict.tokens
+            if draft is not None:
+                emitted = min(len(commit.tokens), len(verdict.path) - 1)
+                self.stats.count_round(depths[b], emitted, len(commit.tokens))
+            commits.append(commit)
+        self._alive = [b for b, row in enumerate(self.rows) if not row.finish]
+        if draft is None:
+            self._drop_finished()
+        return commits
+
+    def _advance(self, verdicts: list[Verdict], features: Features) -> None:
+        """Hands the committed tokens and their states to the drafter, for rows that go on."""
+        alive, device = self._alive, self.target.device
+        if not alive:
+            self.rows = []
+            return
+        if len(alive) < len(verdicts):
+            features = {name: value[alive] for name, value in features.items()}
+            verdicts = [verdicts[b] for b in alive]
+            self._drop_finished()
+        nodes_BM = _padded([verdict.path for verdict in verdicts], device)
+        rows_B1 = torch.arange(len(verdicts), device=device)[:, None]
+        path_features = {name: value[rows_B1, nodes_BM] for name, value in features.items()}
+        committed_BM = _padded([verdict.tokens for verdict in verdicts], device)
+        count_B = torch.tensor([len(verdict.path) for verdict in verdicts], device=device)
+        with self.stats.timed("draft"):
+            self.state = self.drafter.advance(self.state, committed_BM, count_B, path_features)
+
+    def _drop_finished(self) -> None:
+        alive = self._alive
+        if len(alive) == len(self.rows):
+            return
+        self.rows = [self.rows[b] for b in alive]
+        if alive:
+            self.cache.select(alive)
+            self.sampling = self.sampling.select(alive)
+            self.state = self.state.select(torch.tensor(alive, device=self.target.device))
+
+
+@torch.inference_mode()
+def decode(
+    target: TargetModel,
+    drafter: Drafter,
+    rows: list[Row],
+    settings: Settings,
+    plan: Plan,
+    stats: Stats,
+) -> Iterator[list[Commit]]:
+    """Decodes `rows` together and yields what each round emits, the prefill's tokens first."""
+    start = time.perf_counter()
+    before = sum(stats.seconds.values())
+    batch = Batch(target, drafter, rows, settings, plan, stats)
+    commits = batch.prefill()
+    while True:
+        spent = time.perf_counter() - start
+        yield commits
+        start += time.perf_counter() - start - spent  # the caller's time is not ours
+        if not batch.rows:
+            break
+        commits = batch.round()
+    parts = sum(stats.seconds.values()) - before
+    stats.seconds["host"] += max(0.0, time.perf_counter() - start - parts)
+
+
+def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+
+
+def _depths(draft: Draft) -> Tensor | None:
+    if draft.is_chain():
+        return None
+    nodes = draft.ids_BN.shape[1]
+    return torch.tensor([depths + [0] * (nodes - len(depths)) for depths in draft.depths()])
+
+
+def _paths(draft: Draft) -> Callable[[int, int], list[int]]:
+    """Tokens of each node's path behind the root, looked up only when asked for."""
+    memo: dict[str, Any] = {}
+
+    def tokens(row: int, node: int) -> list[int]:
+        ids = memo.setdefault("ids", draft.ids_BN.tolist())
+        if node >= len(draft.parents[row]):
+            return []
+        return [ids[row][n] for n in draft.path(row, node)[1:]]
+
+    return tokens

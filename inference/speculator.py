@@ -1,0 +1,289 @@
+"""Speculator: what users call.  Loads a target and a drafter, and generates with both."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..heads.base import Drafter
+from ..heads.checkpoint import DESCRIPTION, load_head, read_description
+from ..heads.draft import Plan
+from ..heads.errors import InputError, nearest
+from . import packed
+from .decode import Row, decode
+from .drafters import Plain
+from .prompts import prompt_ids, stop_rule
+from .sampling import Settings
+from .statistics import Stats
+from .target import TargetModel
+
+DRAFTERS = ("heads", "none")
+NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
+
+
+@dataclass
+class Generation:
+    """What `Speculator.generate` returns.
+
+    Attributes:
+        texts: new text of each row, special tokens left out.
+        token_ids: new tokens of each row, a final EOS included.
+        finish_reasons: eos, stop, length (max_new_tokens) or positions (the target has no more).
+        stats: counts and times, summed over the rows.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    finish_reasons: list[str]
+    stats: Stats
+
+
+class Speculator:
+    """A target and its drafter.
+
+    Args:
+        target: the frozen model.
+        drafter: None decodes plainly.
+        plan: draft length asked for; None for all that the drafter has.
+    """
+
+    def __init__(
+        self, target: TargetModel, drafter: Drafter | None = None, plan: Plan | int | None = None
+    ) -> None:
+        self.target = target
+        self.drafter: Drafter = drafter or Plain()
+        self.plan = self._checked_plan(plan)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        heads: str | Path | None = None,
+        *,
+        target: str | nn.Module | TargetModel | None = None,
+        drafter: str | None = None,
+        tokenizer: Any = None,
+        plan: Plan | int | None = None,
+        allow_other_target: bool = False,
+        **named: Any,
+    ) -> Speculator:
+        """Loads trained heads with the target that they name.
+
+        Args:
+            heads: a head's folder or hub id.
+            target: instead of the target named there: a name, or a loaded PreTrainedModel, which
+                is not modified.
+            drafter: "heads" (the default with heads) or "none".
+            tokenizer: of a loaded model; None when prompts are ids.
+            plan: draft length, or a Plan.
+            allow_other_target: accept heads trained for other weights of the same sizes.
+            named: gguf_file=, dtype=, device=, adapter=, revision= of the target.
+        Raises:
+            InputError: names, files or arguments that do not fit.
+        """
+        if heads is None and target is None:
+            raise InputError("neither heads nor a target is given", "Give a heads folder.")
+        kind = drafter or ("none" if heads is None else "heads")
+        if kind not in DRAFTERS:
+            raise InputError(f"drafter {kind!r} is unknown", nearest(kind, DRAFTERS))
+        if kind == "heads" and heads is None:
+            raise InputError("drafter 'heads' needs a heads folder", "Give it first.")
+        folder = None if heads is None else _local_folder(str(heads))
+        model = _target(target, folder, tokenizer, named)
+        if kind == "none" or folder is None:
+            return cls(model, None, plan)
+        head = load_head(folder, model.spec, allow_other_target=allow_other_target)
+        if model.packed:
+            packed.pack_linears(head)
+        return cls(model, head, plan)
+
+    def _checked_plan(self, plan: Plan | int | None) -> Plan:
+        deepest = self.drafter.max_depth
+        if plan is None:
+            return Plan(depth=deepest)
+        asked = plan if isinstance(plan, Plan) else Plan(depth=plan)
+        if asked.depth < 0:
+            raise InputError(f"plan depth is {asked.depth}", "Give 0 or more tokens.")
+        if asked.depth > deepest:
+            warnings.warn(
+                f"a draft of {asked.depth} tokens was asked for, {self.drafter.name} drafts "
+                f"{deepest}: cut to {deepest}",
+                stacklevel=3,
+            )
+        return asked.capped(deepest)
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int = 128,
+        stop_strings: Sequence[str] = (),
+        seed: int | list[int] = 0,
+        num_return_sequences: int = 1,
+        chat: bool = True,
+        batch_size: int = 32,
+        **sampling: Any,
+    ) -> Generation:
+        """Generates for one prompt or a list of prompts.
+
+        Args:
+            prompts: text, messages or ids; or a list of these.  Text goes through the chat
+                template where the tokenizer has one, unless chat=False.
+            max_new_tokens: exact, but for EOS, stop strings and the target's positions.
+            stop_strings: the token that completes one of them is the last.
+            seed: an int s gives output row i the seed s + i; a list gives one a row.
+            batch_size: rows decoded together at most.
+            sampling: fields of `Settings`: do_sample, temperature, top_k, top_p, min_p,
+                repetition_penalty, logits_processor.
+        Raises:
+            InputError: a bad prompt or argument.
+        """
+        settings = _settings(sampling)
+        ids, _ = prompt_ids(self.target, prompts, chat)
+        if num_return_sequences < 1 or batch_size < 1:
+            raise InputError("num_return_sequences or batch_size is below 1", "Give 1 or more.")
+        ids = [row for row in ids for _ in range(num_return_sequences)]
+        stop = stop_rule(self.target, stop_strings)
+        rows = self._rows(ids, max_new_tokens, seed, stop)
+        stats = Stats()
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            for _ in decode(self.target, self.drafter, batch, settings, self.plan, stats):
+                continue
+        return Generation(
+            [self._text(row.new) for row in rows],
+            [row.new for row in rows],
+            [row.finish or "length" for row in rows],
+            stats,
+        )
+
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        stop_strings: Sequence[str] = (),
+        seed: int = 0,
+        chat: bool = True,
+        stats: Stats | None = None,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Yields the text of one prompt's answer, piece by piece; arguments as in `generate`.
+
+        Args:
+            stats: filled in while the text comes.
+        """
+        settings = _settings(sampling)
+        ids, many = prompt_ids(self.target, prompt, chat)
+        if many or self.target.tokenizer is None:
+            raise InputError("stream takes one prompt and needs a tokenizer", "Use generate.")
+        stop = stop_rule(self.target, stop_strings)
+        rows = self._rows(ids, max_new_tokens, seed, stop)
+        counts = Stats() if stats is None else stats
+        return self._stream(rows, settings, counts)
+
+    def _stream(self, rows: list[Row], settings: Settings, stats: Stats) -> Iterator[str]:
+        shown = ""
+        for _ in decode(self.target, self.drafter, rows, settings, self.plan, stats):
+            text = self._text(rows[0].new)
+            # An incomplete character is held back until its last byte has come.
+            if not text.endswith("�") or rows[0].finish:
+                yield text[len(shown) :]
+                shown = text
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """`target_model.generate(ids, custom_generate=spec)`: transformers' left-padded ids in,
+        the same form out.  Its own processors and stopping criteria are honoured."""
+        from .custom_generate import run
+
+        return run(
+            self, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config
+        )
+
+    def _rows(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        seed: int | list[int],
+        stop: Callable[[list[int]], bool] | None,
+    ) -> list[Row]:
+        if not isinstance(max_new_tokens, int) or max_new_tokens <= 0:
+            raise InputError(f"max_new_tokens is {max_new_tokens!r}", "Give an integer above 0.")
+        seeds = seed if isinstance(seed, list) else [seed + i for i in range(len(prompts))]
+        if len(seeds) != len(prompts):
+            raise InputError(f"{len(seeds)} seeds for {len(prompts)} rows", "Give one a row.")
+        rows = []
+        for index, (ids, row_seed) in enumerate(zip(prompts, seeds, strict=True)):
+            positions = self.target.spec.max_positions - len(ids)
+            limit = min(max_new_tokens, positions)
+            reason = "length" if limit == max_new_tokens else "positions"
+            rows.append(Row(index, ids, row_seed, limit, self.target.eos_ids, reason, stop))
+        return rows
+
+    def _text(self, ids: list[int]) -> str:
+        tokenizer = self.target.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _settings(sampling: dict[str, Any]) -> Settings:
+    for name in sampling:
+        if name not in Settings.__dataclass_fields__:
+            raise InputError(
+                f"generate does not take {name!r}", nearest(name, Settings.__dataclass_fields__)
+            )
+    return Settings(**sampling)
+
+
+def _local_folder(heads: str) -> Path:
+    """The folder of a head; a hub id is downloaded."""
+    path = Path(heads)
+    if path.exists() or heads.count("/") != 1 or heads.startswith((".", "/", "~")):
+        read_description(path)
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(heads, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # whatever the hub client meets
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{heads} is no folder with {DESCRIPTION}, and the hub does not give it: {reason}",
+            "Give the output_dir of a finished training run, or a hub id.",
+        ) from None
+
+
+def _target(
+    target: str | nn.Module | TargetModel | None,
+    folder: Path | None,
+    tokenizer: Any,
+    named: dict[str, Any],
+) -> TargetModel:
+    if isinstance(target, TargetModel):
+        return target
+    if isinstance(target, nn.Module):
+        if named:
+            raise InputError(f"{sorted(named)} with a loaded model", "They name a model to load.")
+        return TargetModel(target, tokenizer)
+    if target is not None:
+        return TargetModel.load(target, **named)
+    assert folder is not None
+    identity = read_description(folder)["target"]
+    trained = {name: identity.get(name) for name in NAMES}
+    if trained["random"] is None:
+        trained.pop("seed")
+    if trained["model"] is None and trained["random"] is None:
+        raise InputError(f"{folder} does not name its target", "Pass target=.")
+    return TargetModel.load(**(trained | named))

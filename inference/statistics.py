@@ -1,0 +1,88 @@
+"""What a generation call reports of itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+PARTS = ("prefill", "draft", "target", "verify", "host")
+
+
+@dataclass
+class Stats:
+    """Counts and times of a call, summed over its rows.
+
+    Attributes:
+        rows: sequences generated.
+        tokens: new tokens emitted, a final EOS included.
+        rounds: rounds of all rows; one round of a row is one target forward over its draft.  The
+            prefill, which gives each row's first token, is no round.
+        forwards: target forwards, the prefills included.
+        drafted_by_depth, accepted_by_depth: rounds that drafted, and that emitted, at least this
+            many tokens of the draft; tokens cut by EOS, a stop or the limit are not counted.
+        seconds: by part: prefill, draft, target (forward and lm_head), verify (laws and the
+            acceptance rule), host (the rest).  On a GPU work is asynchronous, so that its time
+            shows where the result is waited for.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    forwards: int = 0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @property
+    def tokens_per_round(self) -> float:
+        """tau: tokens a round, the bonus or corrected token included, the prefill's first token
+        left out; 1.0 is plain decoding."""
+        return (self.tokens - self.rows) / self.rounds if self.rounds else 1.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of the rounds that drafted to a depth in which that depth was emitted."""
+        pairs = zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)
+        return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the time of the block to `seconds[part]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - start
+
+    def count_round(self, drafted: int, emitted: int, tokens: int) -> None:
+        """One round of one row: deepest draft, draft tokens emitted, all tokens emitted."""
+        longest = max(drafted, len(self.drafted_by_depth))
+        for counts, reached in ((self.drafted_by_depth, drafted), (self.accepted_by_depth, emitted)):
+            counts.extend([0] * (longest - len(counts)))
+            for depth in range(reached):
+                counts[depth] += 1
+        self.rounds += 1
+        self.tokens += tokens
+
+    def merge(self, other: Stats) -> None:
+        """Adds another call's figures."""
+        for name in ("rows", "tokens", "rounds", "forwards"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("drafted_by_depth", "accepted_by_depth"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for depth, count in enumerate(theirs):
+                mine[depth] += count
+        for part, seconds in other.seconds.items():
+            self.seconds[part] += seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, derived figures included."""
+        return {
+            **vars(self),
+            "tokens_per_round": self.tokens_per_round,
+            "acceptance_by_depth": self.acceptance_by_depth,
+        }

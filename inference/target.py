@@ -1,0 +1,357 @@
+"""TargetModel: the frozen language model, as drafting heads and the decoding loop see it.
+
+Shape suffixes: B rows, T tokens, N draft nodes, K taps, D hidden width, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..heads.base import Features, TargetSpec
+from ..heads.errors import InputError
+from . import loading, packed
+from .cache import SlotCache
+from .probe import check_target
+
+PREFILL_CHUNK = 512  # tokens a forward of a long prompt, so that its mask stays small
+MASKS = ("full_attention", "sliding_attention")
+
+
+class TargetModel:
+    """A transformers decoder-only model that is only read.
+
+    Attributes:
+        spec: what heads know of it.
+        tokenizer: of the model; None when prompts are given as ids.
+        eos_ids: ids that end a generation.
+        packed: linears that run on reordered weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        pack: bool = False,
+        named: dict[str, Any] | None = None,
+    ) -> None:
+        """Wraps a loaded model, which is not modified unless `pack` is asked for.
+
+        Args:
+            named: how it was named (model, gguf_file, ..), kept in `spec.identity`.
+        Raises:
+            InputError: a model that cannot be decoded in drafts, by name.
+        """
+        self.model, self.tokenizer = model, tokenizer
+        self.config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.decoder: Any = model.get_decoder()  # type: ignore[operator]
+        self.lm_head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
+        parameters = inspect.signature(self.decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.window = self._sliding_window()
+        self.mask_kinds = self._mask_kinds()
+        self.eos_ids = self._eos_ids()
+        model.eval().requires_grad_(False) if pack else model.eval()
+        self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
+        self._projectors: dict[Any, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {}
+        self.packed = packed.pack_linears(self.decoder) if pack else 0
+        check_target(self)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | None = None,
+        *,
+        gguf_file: str | None = None,
+        revision: str | None = None,
+        adapter: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        random: dict[str, Any] | None = None,
+        seed: int = 0,
+        pack: bool = True,
+    ) -> TargetModel:
+        """Loads a target by name.
+
+        Args:
+            model: hub id, local folder, or package://NAME.
+            gguf_file: a file in that folder, dequantised to `dtype`.
+            adapter: a peft adapter, merged into the weights.
+            random: instead of `model`, a transformers config initialised from `seed`.
+            pack: run fp32 linears on a CPU with reordered weights.
+        Raises:
+            InputError: whatever is wrong with the names or the files.
+        """
+        if (model is None) == (random is None):
+            raise InputError("a target needs one of model and random", "Give exactly one.")
+        place = loading.resolve_device(device)
+        kind = loading.resolve_dtype(dtype, place)
+        if random is not None:
+            loaded, tokenizer = loading.random_model(random, seed, kind)
+        else:
+            assert model is not None
+            loaded, tokenizer = loading.load_pretrained(
+                model, gguf_file=gguf_file, revision=revision, dtype=kind, adapter=adapter
+            )
+        named = {"model": model, "gguf_file": gguf_file, "revision": revision, "adapter": adapter}
+        named |= {"random": random, "seed": seed if random is not None else None}
+        return cls(loaded.to(place), tokenizer, pack=pack, named=named)
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    def _spec(self, named: dict[str, Any]) -> TargetSpec:
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        config = self.config
+        # Gemma's first versions and Granite scale embeddings outside the embedding module.
+        scale = getattr(config, "embedding_multiplier", None) or 1.0
+        if config.model_type in ("gemma", "gemma2"):
+            scale = config.hidden_size**0.5
+        identity = named | {
+            "model_type": config.model_type,
+            "hidden_size": config.hidden_size,
+            "num_layers": config.num_hidden_layers,
+            "vocab_size": self._vocab_size(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "fingerprint": loading.fingerprint(self.model),
+            "fingerprint_bf16": loading.fingerprint(self.model, torch.bfloat16),
+            "tokenizer": loading.tokenizer_fingerprint(self.tokenizer),
+        }
+        return TargetSpec(
+            hidden_size=config.hidden_size,
+            vocab_size=self._vocab_size(),
+            num_layers=config.num_hidden_layers,
+            max_positions=getattr(config, "max_position_embeddings", None) or 2**31,
+            embed=embedding if scale == 1.0 else lambda ids: embedding(ids) * scale,
+            projector=self.projector,
+            identity=identity,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def _vocab_size(self) -> int:
+        weight = getattr(self.lm_head, "weight", None)
+        return self.config.vocab_size if weight is None else weight.shape[0]
+
+    def _sliding_window(self) -> int | None:
+        if getattr(self.config, "use_sliding_window", True) is False:
+            return None
+        return getattr(self.config, "sliding_window", None)
+
+    def _mask_kinds(self) -> list[str]:
+        """Kinds of attention of the layers; one alone is passed as a tensor, several as a dict."""
+        kinds = list(dict.fromkeys(getattr(self.config, "layer_types", None) or []))
+        unknown = [kind for kind in kinds if kind not in MASKS]
+        if unknown or not hasattr(self.model, "generate"):
+            raise InputError(
+                f"target {self.config.model_type!r} has layers of kind {unknown}",
+                f"Supported are decoder-only models with {' and '.join(MASKS)} layers.",
+            )
+        return kinds or ["sliding_attention" if self.window else "full_attention"]
+
+    def _eos_ids(self) -> set[int]:
+        """Of a target's generation_config only eos and pad ids are read."""
+        config = getattr(self.model, "generation_config", None)
+        ids = getattr(config, "eos_token_id", None)
+        if ids is None:
+            ids = getattr(self.tokenizer, "eos_token_id", None)
+        return {ids} if isinstance(ids, int) else set(ids or [])
+
+    def conditions(self) -> dict[str, Any]:
+        """Which path is in use, for benchmarks."""
+        return {
+            "target": self.spec.identity["model"] or self.config.model_type,
+            "dtype": self.spec.identity["dtype"],
+            "device": str(self.device),
+            "linears": f"oneDNN-packed ({self.packed})" if self.packed else "torch",
+            "attention": self.config._attn_implementation,
+        }
+
+    def chat_ids(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a conversation through the chat template, BOS as the template has it.
+
+        Without a template, the contents joined by newlines are tokenized as they are.
+        """
+        if self.tokenizer is None:
+            raise InputError("this target has no tokenizer", "Give prompts as lists of ids.")
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer("\n".join(str(m["content"]) for m in messages))["input_ids"]
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    # -- logits ----------------------------------------------------------------------------------
+
+    def lm_head_rows(self, rows: Tensor | None = None) -> Tensor:
+        """The dense lm_head weight [V, D], or its `rows` [D', D] (a copy)."""
+        weight = getattr(self.lm_head, "weight", None)
+        if weight is None:
+            raise InputError(
+                f"the lm_head of {self.config.model_type!r} has no dense weight",
+                "Use heads that share it (medusa: lm_head: shared) and draft_vocab: null.",
+            )
+        return weight.detach() if rows is None else weight.detach()[rows]
+
+    def projector(self, rows: Tensor | None, use_packed: bool) -> Callable[[Tensor], Tensor]:
+        """See `TargetSpec.projector`; gathered rows and reordered weights are kept for reuse."""
+        key = (use_packed, None if rows is None else (rows.data_ptr(), len(rows)))
+        if key not in self._projectors:
+            # The rows are kept as well: their address is the key.
+            self._projectors[key] = rows, self._make_projector(rows, use_packed)
+        return self._projectors[key][1]
+
+    def _make_projector(self, rows: Tensor | None, use_packed: bool) -> Callable[[Tensor], Tensor]:
+        if not isinstance(self.lm_head, nn.Linear):
+            return self._module_projector(rows)
+        bias = self.lm_head.bias
+        bias = bias[rows] if bias is not None and rows is not None else bias
+        product = packed.linear(self.lm_head_rows(rows), use_packed)
+        scale = partial(_scale_logits, self.config)
+        if bias is not None:
+            return lambda hidden: scale(product(hidden) + bias)
+        return lambda hidden: scale(product(hidden))
+
+    def _module_projector(self, rows: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """A quantized lm_head is called as it is."""
+        if rows is None:
+            return lambda hidden: _scale_logits(self.config, self.lm_head(hidden))
+        return lambda hidden: _scale_logits(self.config, self.lm_head(hidden)[..., rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [.., V] for inference."""
+        return self.projector(None, True)(hidden)
+
+    # -- forwards --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def features(self, ids_BT: Tensor, length_B: Tensor, taps: list[int]) -> Features:
+        """States of right-padded rows in one pass, for training.
+
+        Returns:
+            `hidden` [B, T, D] and, for taps, `taps` [B, T, K, D]; past a row's length undefined.
+        """
+        positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        # Causal attention never looks at the padding on the right, so no mask is needed.
+        return self._run(taps, input_ids=ids_BT, position_ids=positions, use_cache=False)
+
+    def new_cache(self, rows: int, capacity: int) -> SlotCache:
+        """An empty cache for `rows` rows."""
+        return SlotCache(self.config.num_hidden_layers, rows, capacity)
+
+    def prefill(self, ids_BT: Tensor, lengths: list[int], cache: SlotCache, taps: list[int]) -> Features:
+        """Reads right-padded prompts into an empty cache; returns the features of all tokens."""
+        parts = []
+        for chunk_BN in ids_BT.split(PREFILL_CHUNK, dim=1):
+            nodes = chunk_BN.shape[1]
+            causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+            parts.append(self.forward(chunk_BN, cache, causal[None], None, taps))
+            cache.lengths = [length + nodes for length in cache.lengths]
+        cache.lengths = list(lengths)
+        return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+
+    def forward(
+        self,
+        ids_BN: Tensor,
+        cache: SlotCache,
+        ancestors_BNN: Tensor,
+        depth_BN: Tensor | None,
+        taps: list[int],
+    ) -> Features:
+        """States after each draft node; the nodes' keys and values enter the cache's next slots.
+
+        Args:
+            ancestors_BNN: entry (n, m): node n may look at node m; the first axis may be 1.
+            depth_BN: depth of each node below the root, on the host; None for a chain.
+        """
+        nodes = ids_BN.shape[1]
+        length_B = cache.open(nodes, self.device)
+        depth = torch.arange(nodes)[None] if depth_BN is None else depth_BN
+        # Nodes that pad a row may lie past the last position; nothing reads them.
+        position_BN = length_B[:, None] + depth.to(self.device)
+        position_BN.clamp_(max=self.spec.max_positions - 1)
+        masks = self._masks(length_B, position_BN, ancestors_BNN.to(self.device), cache._end)
+        mask = masks if len(self.mask_kinds) > 1 else masks[self.mask_kinds[0]]
+        options = {self._cache_name: cache, "use_cache": True}
+        return self._run(
+            taps, input_ids=ids_BN, attention_mask=mask, position_ids=position_BN, **options
+        )
+
+    def _masks(
+        self, length_B: Tensor, position_BN: Tensor, ancestors_BNN: Tensor, slots: int
+    ) -> dict[str, Tensor]:
+        """Additive masks [B, 1, N, S] for each kind of layer."""
+        rows, nodes = position_BN.shape
+        slot_S = torch.arange(slots, device=self.device)
+        seen_BNS = (slot_S < length_B[:, None])[:, None].expand(rows, nodes, slots).clone()
+        node_BNN = (length_B[:, None] + torch.arange(nodes, device=self.device))[:, None]
+        node_BNN = node_BNN.expand(rows, nodes, nodes)
+        seen_BNS.scatter_(2, node_BNN, ancestors_BNN.expand(rows, nodes, nodes))
+        masks = {}
+        for kind in self.mask_kinds:
+            allowed = seen_BNS
+            if kind == "sliding_attention" and self.window and slots > self.window:
+                # A committed token's position is its slot; a node's is that of its depth.
+                place_BS = slot_S.expand(rows, slots).scatter(1, node_BNN[:, 0], position_BN)
+                allowed = allowed & (position_BN[:, :, None] - place_BS[:, None] < self.window)
+            blocked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype)
+            zero = torch.zeros((), dtype=self.dtype, device=self.device)
+            masks[kind] = torch.where(allowed, zero, blocked.to(self.device))[:, None]
+        return masks
+
+    def _run(self, taps: list[int], **inputs: Any) -> Features:
+        if not taps:
+            return {"hidden": self.decoder(**inputs).last_hidden_state}
+        tapped: dict[int, Tensor] = {}
+        hooks = [self._tap(tap, tapped) for tap in taps]
+        try:
+            hidden = self.decoder(**inputs).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {"hidden": hidden, "taps": torch.stack([tapped[tap] for tap in taps], 2)}
+
+    def _tap(self, tap: int, tapped: dict[int, Tensor]) -> Any:
+        """Keeps the input of layer `tap`, or for tap L the raw output of the last layer."""
+        if tap < len(self.layers):
+
+            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                tapped[tap] = args[0] if args else kwargs["hidden_states"]
+
+            return self.layers[tap].register_forward_pre_hook(before, with_kwargs=True)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            tapped[tap] = output[0] if isinstance(output, tuple) else output
+
+        return self.layers[-1].register_forward_hook(after)
+
+
+def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise InputError(
+        f"target {type(decoder).__name__}: no list of {count} layers found",
+        "Supported are decoder-only transformers models.",
+    )
+
+
+def _scale_logits(config: Any, logits: Tensor) -> Tensor:
+    """What some families do to logits after the lm_head (Gemma, Granite, Cohere)."""
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if factor := getattr(config, "logit_scale", None):
+        logits = logits * factor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits

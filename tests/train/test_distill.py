@@ -1,0 +1,185 @@
+"""Features: what training reads equals what the decoder would see, and the cache can be trusted."""
+
+import json
+
+import pytest
+import torch
+from training import documents, make_target
+
+from selfdraft.heads.errors import InputError
+from selfdraft.inference.target import TargetModel
+from selfdraft.train import distill
+from selfdraft.train.config import FeaturesConfig
+from selfdraft.train.distill import FeatureCache, OnlineFeatures
+
+LENGTHS = [9, 24, 12, 17, 30, 9]
+TAPS = [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return make_target()
+
+
+@pytest.fixture
+def open_cache(tmp_path, target, monkeypatch):
+    """Opens a cache of small chunks; counts the chunks that are computed."""
+    monkeypatch.setattr(distill, "CHUNK_ROWS", 2)
+    computed: list[int] = []
+
+    def open_it(rows=None, taps=TAPS, **fields) -> FeatureCache:
+        config = FeaturesConfig(**{"dtype": "float32", **fields})
+        cache = FeatureCache(tmp_path / "f", target, rows or documents(LENGTHS), taps, config)
+        whole, inner = cache._compute_chunk, computed
+        inner.clear()
+        cache._compute_chunk = lambda n: (inner.append(n), whole(n))[1]
+        cache.prepare()
+        cache.computed = list(inner)
+        return cache
+
+    return open_it
+
+
+def chunk_bytes(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("chunk-*")}
+
+
+def test_features_at_a_position_are_those_the_decoder_sees_there(open_cache, target):
+    """T7: nothing of the future, post-norm, and right for the teacher."""
+    rows = documents(LENGTHS)
+    found = open_cache(rows).get(rows)
+    for b, row in enumerate(rows):
+        last = len(row.ids) - 1
+        logits = target.model(torch.tensor([row.ids])).logits[0]
+        torch.testing.assert_close(
+            target.spec.logits(found["hidden"][b, : last + 1]), logits, atol=1e-5, rtol=1e-5
+        )
+        for p in (0, 5, last):
+            cache = target.new_cache(1, p + 1)
+            seen = target.prefill(torch.tensor([row.ids[: p + 1]]), [p + 1], cache, TAPS)
+            for name in ("hidden", "taps"):
+                torch.testing.assert_close(
+                    found[name][b, p], seen[name][0, -1], atol=1e-5, rtol=1e-5
+                )
+
+
+def test_padding_is_zero_and_rows_come_in_the_order_asked_for(open_cache):
+    rows = documents(LENGTHS)
+    cache = open_cache(rows)
+    found, swapped = cache.get(rows[:2]), cache.get([rows[1], rows[0]])
+    assert found["hidden"].shape == (2, 24, 64) and found["taps"].shape == (2, 24, 3, 64)
+    assert not found["hidden"][0, 9:].any()
+    assert torch.equal(found["hidden"], swapped["hidden"].flip(0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_online_features_pass_through_the_same_rounding(open_cache, target, dtype):
+    rows = documents(LENGTHS)
+    cached = open_cache(rows, dtype=dtype).get(rows)["hidden"]
+    online = OnlineFeatures(target, TAPS, dtype).get(rows)["hidden"]
+    assert cached.dtype == online.dtype == torch.float32
+    tolerance = 1e-5 if dtype == "float32" else 2**-7
+    for b, row in enumerate(rows):
+        length = len(row.ids)
+        torch.testing.assert_close(
+            cached[b, :length], online[b, :length], atol=1e-5, rtol=tolerance
+        )
+
+
+def test_a_second_run_computes_nothing(open_cache):
+    assert open_cache().computed == [0, 1, 2]
+    assert open_cache().computed == []
+
+
+def test_damaged_and_missing_chunks_are_computed_again_to_the_same_bits(open_cache):
+    cache = open_cache()
+    before = chunk_bytes(cache.folder)
+    broken = cache.folder / "chunk-00001.safetensors"
+    broken.write_bytes(before[broken.name][:-1] + b"x")
+    (cache.folder / "chunk-00002.safetensors").unlink()
+    assert open_cache().computed == [1, 2]
+    assert chunk_bytes(cache.folder) == before
+
+
+def test_a_killed_run_is_taken_up_where_it_was(open_cache, monkeypatch):
+    whole = chunk_bytes(open_cache().folder)
+    folder = open_cache().folder
+    for path in folder.iterdir():
+        path.unlink()
+    real, calls = FeatureCache._compute_chunk, []
+
+    def dies(self, number):
+        calls.append(number)
+        if number == 2:
+            raise KeyboardInterrupt
+        return real(self, number)
+
+    monkeypatch.setattr(FeatureCache, "_compute_chunk", dies)
+    with pytest.raises(KeyboardInterrupt):
+        open_cache()
+    assert not json.loads((folder / "index.json").read_text())["complete"]
+    monkeypatch.setattr(FeatureCache, "_compute_chunk", real)
+    assert open_cache().computed == [2]
+    assert chunk_bytes(folder) == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"taps": [1]}, "taps"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"rows": documents([10, 11])}, "documents"),
+        ({"rows": documents(LENGTHS, answer=5)}, "documents"),
+    ],
+)
+def test_another_fingerprint_is_computed_anew_and_said(open_cache, capsys, change, named):
+    open_cache()
+    cache = open_cache(**change)
+    assert cache.computed == list(range(len(cache.chunks)))
+    assert f"other {named}" in capsys.readouterr().out
+
+
+def test_another_target_is_another_fingerprint(target):
+    rows, other = documents([9]), make_target(hidden_size=32)
+    mine = distill.fingerprint(target, rows, [], "float32")
+    assert mine["target"] != distill.fingerprint(other, rows, [], "float32")["target"]
+
+
+def test_the_size_cap_is_an_error_before_anything_is_computed(open_cache, tmp_path):
+    tokens = sum(LENGTHS)
+    with pytest.raises(InputError) as caught:
+        open_cache(max_gb=1e-6)
+    met, advice = str(caught.value).splitlines()
+    assert str(tokens * 4 * 64 * 4) in met and "1e-06" in met
+    assert "data.features.max_gb" in advice and "cache=false" in advice
+    assert not (tmp_path / "f").exists()
+
+
+def test_chunks_depend_on_the_documents_alone_and_keep_their_bounds(monkeypatch):
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 48)
+    rows = documents([40, 9, 60, 12, 13, 9])
+    chunks = distill.make_chunks(rows)
+    assert chunks == distill.make_chunks(rows[::-1])
+    assert sorted(d.row for chunk in chunks for d in chunk) == [1, 2, 3, 4, 5, 6]
+    for chunk in chunks:
+        padded = len(chunk) * max(len(d.ids) for d in chunk)
+        assert padded <= 48 or len(chunk) == 1
+
+
+def test_other_processes_wait_for_the_first_and_then_read_its_files(open_cache, monkeypatch):
+    first = open_cache()
+    monkeypatch.setattr(distill, "is_main", lambda: False)
+    waits: list[float] = []
+    index = first.folder / "index.json"
+    finished = index.read_text()
+    index.write_text(json.dumps({**json.loads(finished), "complete": False}))
+
+    def sleep(seconds):
+        waits.append(seconds)
+        index.write_text(finished)
+
+    monkeypatch.setattr(distill.time, "sleep", sleep)
+    rows = documents(LENGTHS)
+    other = open_cache(rows)
+    assert len(waits) == 1 and other.computed == []
+    assert torch.equal(other.get(rows)["hidden"], first.get(rows)["hidden"])

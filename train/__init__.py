@@ -1,0 +1,1 @@
+"""How heads are learned: config, data, distillation, the trainer.  `train` knows data."""

@@ -1,0 +1,277 @@
+"""The config of a run: strict models, YAML in which 2e-5 is a number, dotted overrides.
+
+Everything that is wrong is reported at once and before a model loads.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from ..heads import HEADS, HeadConfig
+from ..heads.errors import InputError, nearest
+from .overrides import apply_overrides, parse_yaml
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+class ConfigError(InputError):
+    """A config that cannot be used: a line for each problem, and what to do."""
+
+
+class Section(BaseModel):
+    """Strict: unknown keys, text for numbers, booleans for numbers, nan and inf are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class TargetConfig(Section):
+    """The frozen model.
+
+    Attributes:
+        model: hub id, local folder or package://NAME.
+        random: instead of `model`, a transformers config that is initialised from the run's seed.
+    """
+
+    model: str | None = None
+    gguf_file: str | None = None
+    revision: str | None = None
+    adapter: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    random: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.model is None) == (self.random is None):
+            raise ValueError("give exactly one of model and random")
+        return self
+
+
+class Answer(Section):
+    """How the target answers every prompt once; temperature 0 is greedy."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class FeaturesConfig(Section):
+    """The target's hidden states on disk.
+
+    Attributes:
+        folder: default OUTPUT_DIR/features.
+        max_gb: the cache stops growing here.
+    """
+
+    cache: bool = True
+    folder: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_gb: float = Field(default=20.0, gt=0)
+
+
+class DataConfig(Section):
+    """What is learned from.
+
+    Attributes:
+        prompts: JSONL with `prompt`, `turns` or `messages`, for scripts/prepare_data.py.
+        file: JSONL to train on, prepared answers or chats; default OUTPUT_DIR/answers.jsonl.
+        answers: one answer to each prompt for each entry.
+        max_length: tokens of a row; longer ones are cut or dropped, as `overlong` says.
+        eval_prompts: prompts held out from training with all their rows.
+        answer_batch_size: prompts answered together.
+    """
+
+    prompts: str | None = None
+    file: str | None = None
+    answers: list[Answer] = Field(default_factory=lambda: [Answer()], min_length=1)
+    max_new_tokens: int = Field(default=128, ge=1)
+    max_length: int = Field(default=512, ge=3)
+    overlong: Literal["cut", "drop"] = "cut"
+    eval_prompts: int = Field(default=32, ge=0)
+    answer_batch_size: int = Field(default=32, ge=1)
+    features: FeaturesConfig = FeaturesConfig()
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
+    """AdamW; `clip` bounds the gradient's norm."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    betas: list[Beta] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+
+
+class ScheduleConfig(Section):
+    """Attributes:
+    steps: optimizer steps.
+    warmup: steps of linear warm-up, before the cosine.
+    batch_size: rows a process a micro-step.
+    accumulate: micro-steps a step.
+    eval_every, save_every: steps.
+    keep_last: checkpoints kept; -1 keeps all.
+    """
+
+    steps: int = Field(ge=1)
+    warmup: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=8, ge=1)
+    accumulate: int = Field(default=1, ge=1)
+    eval_every: int = Field(default=100, ge=1)
+    save_every: int = Field(default=100, ge=1)
+    keep_last: int = Field(default=2, ge=-1)
+
+
+class TrackingConfig(Section):
+    """Attributes:
+    mode: auto is online with an API key, else offline.
+    """
+
+    tracker: Literal["none", "wandb"] = "none"
+    project: str = "selfdraft"
+    name: str | None = None
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+
+
+def _head_config(value: Any) -> HeadConfig:
+    """The config of the kind that `value` names; its errors keep their place below `head`."""
+    if isinstance(value, HeadConfig):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError("a section with `kind` is wanted")
+    kind = value.get("kind")
+    if isinstance(kind, str) and kind in HEADS:
+        return HEADS[kind].Config.model_validate(value)
+    problem = PydanticCustomError(
+        "kind", "no head kind. {hint}", {"hint": nearest(str(kind), HEADS)}
+    )
+    detail = InitErrorDetails(type=problem, loc=("kind",), input=kind)
+    raise ValidationError.from_exception_data("head", [detail])
+
+
+class TrainConfig(Section):
+    """A whole run.
+
+    Attributes:
+        output_dir: the best head's folder, with config.yaml, metrics.jsonl and checkpoints below.
+        seed: of every random decision.
+        resume: none, latest (starts fresh in an empty folder) or a checkpoint folder.
+    """
+
+    target: TargetConfig
+    head: Annotated[SerializeAsAny[HeadConfig], BeforeValidator(_head_config)]
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig
+    tracking: TrackingConfig = TrackingConfig()
+    output_dir: str = Field(min_length=1)
+    seed: int = Field(default=0, ge=0)
+    resume: str = "none"
+
+    @property
+    def answers_file(self) -> Path:
+        """The JSONL that is trained on."""
+        if self.data.file is not None:
+            return resolve_path(self.data.file)
+        return Path(self.output_dir) / "answers.jsonl"
+
+    @property
+    def features_folder(self) -> Path:
+        """Where the target's hidden states are cached."""
+        folder = self.data.features.folder
+        return Path(self.output_dir) / "features" if folder is None else resolve_path(folder)
+
+
+def resolve_path(path: str | Path) -> Path:
+    """`path` from the working directory or, where it is missing there, from the package."""
+    here, shipped = Path(path), PACKAGE / path
+    return shipped if not here.exists() and shipped.exists() else here
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
+    """Reads a YAML file and applies overrides.
+
+    Args:
+        overrides: `a.b=value`, with values read as YAML.  `head.kind=NAME` first resets `head` to
+            that kind's defaults and prints the keys of the file that this drops.
+    Raises:
+        ConfigError: with all problems.
+    """
+    raw, problems = _read_yaml(resolve_path(path))
+    problems += apply_overrides(raw, overrides or [])
+    raw = {key: value for key, value in raw.items() if value is not None}
+    try:
+        config = TrainConfig.model_validate(raw)
+    except ValidationError as error:
+        kind = raw["head"].get("kind") if isinstance(raw.get("head"), dict) else None
+        problems += [_describe(e, kind) for e in error.errors(include_url=False)]
+    if problems:
+        raise ConfigError(
+            f"{path}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
+            "Correct the file or the overrides; nothing has been loaded yet.",
+        )
+    return config
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        shipped = [f"configs/{p.name}" for p in (PACKAGE / "configs").glob("*.yaml")]
+        reason = "does not exist" if not path.exists() else f"cannot be read: {error}"
+        raise ConfigError(f"{path} {reason}", nearest(str(path), shipped)) from None
+    raw, problems = parse_yaml(text)
+    if not isinstance(raw, dict):
+        problems = problems or ["holds no sections"]
+        raise ConfigError(f"{path}: {problems[0]}", "See configs/quickstart.yaml for the form.")
+    return raw, problems
+
+
+def _describe(error: ErrorDetails, kind: Any) -> str:
+    """One problem in one line: the dotted path, the value met, what is wanted."""
+    *parents, name = error["loc"] or ("",)
+    path = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"{path}: missing"
+    met = reprlib.repr(error["input"])
+    if error["type"] != "extra_forbidden":
+        return f"{path} = {met}: {error['msg'].removeprefix('Value error, ')}"
+    known = _known_keys(parents, kind)
+    elsewhere = [s for s in TrainConfig.model_fields if name in _known_keys([s], kind)]
+    if elsewhere and name not in known:
+        return f"{path} = {met}: unknown key. Did you mean '{elsewhere[0]}.{name}'?"
+    return f"{path} = {met}: unknown key. {nearest(str(name), known)}"
+
+
+def _known_keys(parents: list[int | str], kind: Any) -> set[str]:
+    """Keys of the section at `parents`; none where it is no section."""
+    model: type[BaseModel] = TrainConfig
+    for part in parents:
+        if part == "head":
+            model = HEADS[kind].Config if kind in HEADS else HeadConfig
+        elif isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            found = [t for t in (annotation, *get_args(annotation)) if _is_section(t)]
+            if not found:
+                return set()
+            model = found[0]
+    return set(model.model_fields)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -1,0 +1,57 @@
+"""FILE.meta.json: the target and the settings that a prepared file was made with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..heads.checkpoint import check_target, replace_file
+from ..heads.errors import InputError
+from ..inference.target import TargetModel
+
+
+def meta_path(path: Path) -> Path:
+    """Where it lies: beside the prepared file."""
+    return path.with_name(f"{path.name}.meta.json")
+
+
+def write_meta(path: Path, target: TargetModel, settings: dict[str, Any]) -> None:
+    """Writes what `path` is made with; `settings` are JSON values."""
+    text = json.dumps({"target": target.spec.identity, "settings": settings}, indent=2)
+    replace_file(meta_path(path), lambda temporary: Path(temporary).write_text(text + "\n"))
+
+
+def read_meta(path: Path, target: TargetModel) -> dict[str, Any] | None:
+    """The settings that `path` was made with; None where it is the user's own file.
+
+    Raises:
+        InputError: it was made with another target, or cannot be read.
+    """
+    where = meta_path(path)
+    if not where.exists():
+        return None
+    try:
+        meta = json.loads(where.read_text(encoding="utf-8"))
+        made_with, settings = dict(meta["target"]), dict(meta["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{where} is damaged: {error}", f"Remove it and {path.name}.") from None
+    check_target(made_with, target.spec.identity, path)
+    return settings
+
+
+def check_settings(path: Path, made_with: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
+    """May `path` be appended to?  Entries may have been added at the end of `answers`.
+
+    Raises:
+        InputError: naming the setting that differs.
+    """
+    advice = f"Remove {path} to answer anew, or set data.file to another name."
+    if made_with is None:
+        raise InputError(f"{path} exists and was not made by this command", advice)
+    entries = len(made_with.get("answers") or [])
+    for name, value in (wanted | {"answers": wanted["answers"][:entries]}).items():
+        if made_with.get(name) != value:
+            raise InputError(
+                f"{path} was made with other {name}: {made_with.get(name)}, now {value}", advice
+            )

@@ -1,0 +1,117 @@
+"""What a run is built from: target, accelerator, head, optimizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from ..heads import HEADS, Head, InputError
+from ..heads.checkpoint import DESCRIPTION, check_target, read_description
+from ..heads.vocab import coverage, most_frequent
+from ..inference.target import TargetModel
+from .checkpoint import Checkpoint
+from .config import OptimConfig, TrainConfig
+from .data import Document, Documents, token_counts
+from .tracking import say
+
+
+def load_target(config: TrainConfig) -> TargetModel:
+    """The target, on this process's own GPU where there are several."""
+    fields = config.target.model_dump()
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None and fields["device"] in ("auto", "cuda") and torch.cuda.is_available():
+        fields["device"] = f"cuda:{local}"
+    say(f"target: {fields['model'] or 'random ' + str(fields['random'].get('model_type'))}")
+    return TargetModel.load(**fields, seed=config.seed)
+
+
+def check_run_target(found: Checkpoint | None, target: TargetModel, config: TrainConfig) -> None:
+    """Refuses to go on with, or to overwrite, heads of another target."""
+    output = Path(config.output_dir)
+    if found is not None:
+        check_target(found.state["target"], target.spec.identity, found.folder)
+        say(f"resuming {found.folder}")
+        return
+    if (output / DESCRIPTION).is_file():
+        check_target(read_description(output)["target"], target.spec.identity, output)
+    if config.resume == "latest":
+        say(f"no whole checkpoint in {output}: starting from step 0")
+
+
+def make_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:
+    """On the target's device; bf16 autocast over float32 weights but for float32 on a CPU."""
+    cpu = target.spec.device.type == "cpu"
+    plain = cpu and target.spec.dtype in (torch.float32, torch.float64)
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision="no" if plain else "bf16",
+        log_with="wandb" if config.tracking.tracker == "wandb" else None,
+    )
+
+
+def describe(documents: Documents) -> str:
+    """One line about the data."""
+    parts = [f"{len(documents.train)} rows to train on, {len(documents.eval)} held out"]
+    if documents.cut:
+        parts.append(f"{documents.cut} cut to data.max_length")
+    if documents.skipped:
+        counts = ", ".join(f"{count} × {reason}" for reason, count in documents.skipped.items())
+        parts.append(f"skipped: {counts}")
+    return f"data: {'; '.join(parts)}"
+
+
+def build_head(config: TrainConfig, target: TargetModel, documents: list[Document]) -> Head:
+    """A new head, its parameters drawn from the run's seed."""
+    spec, size, draft_ids = target.spec, config.head.draft_vocab, None
+    if size is not None and size < spec.vocab_size:
+        counts_V = token_counts(documents, spec.vocab_size)
+        draft_ids = most_frequent(counts_V, size)
+        share = coverage(counts_V, draft_ids)
+        say(f"draft vocabulary: {size} of {spec.vocab_size} ids, {share:.1%} of the answers")
+    set_seed(config.seed)
+    head = HEADS[config.head.kind](config.head, spec, draft_ids)
+    if initialise := getattr(head, "init_from_target", None):
+        rows = None if draft_ids is None else draft_ids.to(spec.device)
+        initialise(target.lm_head_rows(rows))
+    say(f"head: {head.kind}, {sum(p.numel() for p in head.parameters()):,} parameters")
+    return head
+
+
+def accumulation(config: TrainConfig, processes: int, found: Checkpoint | None) -> int:
+    """Micro-batches a step; a resumed run keeps its global batch on any number of processes."""
+    rows = processes * config.schedule.batch_size
+    if found is None:
+        return config.schedule.accumulate
+    kept = found.state["global_batch"]
+    if kept % rows:
+        raise InputError(
+            f"{found.folder} was trained on {kept} rows a step, which {processes} process(es) "
+            f"with schedule.batch_size {config.schedule.batch_size} cannot share",
+            f"Choose a number of processes and a batch_size whose product divides {kept}.",
+        )
+    if kept // rows != config.schedule.accumulate:
+        say(f"accumulate is {kept // rows}, to keep {kept} rows a step")
+    return kept // rows
+
+
+def build_optimizer(head: Head, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over the head's parameters and no others."""
+    return torch.optim.AdamW(head.parameters(), **_adamw(config))
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, found: Checkpoint
+) -> None:
+    """Takes up the moments of `found`; the settings stay those of the config."""
+    optimizer.load_state_dict(found.optimizer())
+    for group in optimizer.param_groups:
+        group.update(_adamw(config))
+
+
+def _adamw(config: OptimConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": tuple(config.betas), "weight_decay": config.weight_decay}

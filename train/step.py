@@ -1,0 +1,160 @@
+"""The rows of each step, and an optimizer step whose gradient does not depend on how they are
+split.
+
+Loss = sum_k w_k S_k / N_k, with N_k the loss rows of depth k in the whole global batch: all
+processes and all micro-batches of the accumulation window.
+
+Shape suffixes: K depths.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from ..heads import Head, InputError
+from .data import Document, collate, order
+from .distill import FeatureSource
+from .evaluate import Tally, to_device
+
+PATIENCE = 10  # steps in a row that may be skipped
+
+
+class Batches:
+    """The global stream of rows, cut into steps.
+
+    Row i of the run is document order(seed, i // n, n)[i % n]: a function of the seed and i alone,
+    so a resumed run goes on with the very next row.
+    """
+
+    def __init__(
+        self, documents: list[Document], seed: int, batch_size: int, accumulate: int, world: int
+    ) -> None:
+        self.documents, self.batch_size, self.accumulate = documents, batch_size, accumulate
+        self.world = world
+        self.size = batch_size * accumulate * world
+        self._order = lru_cache(maxsize=2)(lambda epoch: order(seed, epoch, len(documents)))
+
+    def rows(self, step: int) -> list[Document]:
+        """The global batch of `step`, counted from 0."""
+        count = len(self.documents)
+        stream = range(step * self.size, (step + 1) * self.size)
+        return [self.documents[self._order(i // count)[i % count]] for i in stream]
+
+    def micro(self, step: int, rank: int) -> list[list[Document]]:
+        """The micro-batches of process `rank` in `step`."""
+        rows, width = self.rows(step), self.batch_size
+        starts = [(a * self.world + rank) * width for a in range(self.accumulate)]
+        return [rows[start : start + width] for start in starts]
+
+
+def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
+    """Of step 0, 1, .., steps - 1: linear up to `peak` over `warmup` steps, then a cosine that
+    would reach 0 at `steps`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def depth_scales(weights_K: Tensor, counts_K: Tensor) -> Tensor:
+    """w_k / N_k; 0 where N_k = 0, so that such a depth still takes part in the backward."""
+    return torch.where(counts_K > 0, weights_K / counts_K.clamp(min=1), 0.0)
+
+
+class Stepper:
+    """Takes optimizer steps, and skips those that are not finite.
+
+    Attributes:
+        tally: sums of the last step over the global batch.
+        grad_norm: of the last step, before clipping.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        head: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        features: FeatureSource,
+        clip: float,
+    ) -> None:
+        """Args:
+        head: as prepared by the accelerator.
+        """
+        self.accelerator, self.head, self.optimizer = accelerator, head, optimizer
+        self.features, self.clip, self.skipped = features, clip, 0
+        self.module: Head = accelerator.unwrap_model(head)
+        self.tally, self.grad_norm = Tally(self.module.config.depth, accelerator.device), 0.0
+
+    def __call__(self, micro: list[list[Document]], step: int, lr: float) -> bool:
+        """Takes step `step` on this process's micro-batches.
+
+        Returns:
+            False where it was skipped because the loss or the gradient was not finite; every
+            process gets the same answer.
+        Raises:
+            InputError: the last of PATIENCE such steps in a row.
+        """
+        self._backward(micro)
+        norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.clip)
+        self.grad_norm = float(norm)
+        self.tally.reduce(self.accelerator)
+        # Sums and gradients were both reduced, so all processes see the same numbers here.
+        fine = self.tally.finite() and math.isfinite(self.grad_norm)
+        if fine:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.skipped = 0 if fine else self.skipped + 1
+        if not fine:
+            self._report([d for rows in micro for d in rows], step)
+        return fine
+
+    def _backward(self, micro: list[list[Document]]) -> None:
+        device, world = self.accelerator.device, self.accelerator.num_processes
+        batches = [to_device(collate(rows), device) for rows in micro]
+        counts = [self.module.counts(batch) for batch in batches]
+        total_K = self.accelerator.reduce(torch.stack(counts).sum(0), "sum")
+        # Times the number of processes: DDP averages gradients over them.
+        scale_K = depth_scales(self.module.loss_weights().to(device), total_K) * world
+        self.tally = Tally(len(total_K), device)
+        for number, (rows, batch) in enumerate(zip(micro, batches, strict=True), start=1):
+            last = number == len(micro)
+            with nullcontext() if last else self.accelerator.no_sync(self.head):
+                out = self.head(batch, self.features.get(rows))
+                self.accelerator.backward((out["loss"] * scale_K).sum())
+            self.tally.add(out, counts[number - 1])
+
+    def _report(self, documents: list[Document], step: int) -> None:
+        """Names the rows at fault, from all processes."""
+        faults = [fault for row in documents for fault in self._faults(row)]
+        faults = gather_object(faults)
+        named = "; ".join(faults) or "no single row is at fault, their sum overflows"
+        message = f"step {step} was skipped, its loss or gradient is not finite: {named}"
+        if self.skipped >= PATIENCE:
+            raise InputError(
+                f"{PATIENCE} steps in a row were not finite; {message}",
+                "Lower optim.lr, or look at the rows that are named; the checkpoints are whole.",
+            )
+        if self.accelerator.is_main_process:
+            warnings.warn(message, stacklevel=2)
+
+    def _faults(self, document: Document) -> list[str]:
+        """Depths at which this row alone gives a loss or a gradient that is not finite."""
+        batch = to_device(collate([document]), self.accelerator.device)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        loss_K = self.module(batch, self.features.get([document]))["loss"]
+        bad = []
+        for depth, loss in enumerate(loss_K, start=1):
+            grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            found = [loss.detach(), *(g for g in grads if g is not None)]
+            if not all(t.isfinite().all() for t in found):
+                bad.append(f"depth {depth} of row {document.row}")
+        return bad

@@ -1,0 +1,279 @@
+"""A training run: config in, trained heads in output_dir out.
+
+Only the head is wrapped by accelerate.  The target is built before the Accelerator, since a
+DeepSpeed plugin would empty models that load after it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from tqdm.auto import tqdm
+
+from ..heads import save_head
+from ..heads.checkpoint import DESCRIPTION, read_description, replace_file
+from ..inference.target import TargetModel
+from . import checkpoint as checkpoints
+from . import setup
+from .checkpoint import Checkpoint
+from .config import TrainConfig
+from .data import Documents, check_data, load_documents
+from .distill import open_features
+from .evaluate import evaluate
+from .step import Batches, Stepper, learning_rate
+from .tracking import MetricsFile, Tracker, is_main, say, wandb_mode
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to: optimizer steps done, and the best held-out tau (None: not evaluated)."""
+
+    step: int
+    tau: float | None
+
+
+def run(config: TrainConfig) -> Result:
+    """Trains as the config says, or goes on with an earlier run.
+
+    Raises:
+        InputError: whatever is wrong with config, data, target or checkpoint, as early as it can
+            be seen.
+        SystemExit: 128 + n after signal n, with a checkpoint saved.
+    """
+    found = checkpoints.find_resume(config)
+    if found is not None and _finished(found, config):
+        return Result(found.step, best_tau(config.output_dir))
+    if config.tracking.tracker == "wandb":
+        wandb_mode(config.tracking)
+    check_data(config)
+    target = setup.load_target(config)
+    setup.check_run_target(found, target, config)
+    accelerator = setup.make_accelerator(config, target)
+    documents = load_documents(config, target)
+    say(setup.describe(documents))
+    return Trainer(config, accelerator, target, documents, found).train()
+
+
+def _finished(found: Checkpoint, config: TrainConfig) -> bool:
+    if found.step < config.schedule.steps or found.state["target_config"] != _named(config):
+        return False
+    say(
+        f"{config.output_dir} is finished: {found.step} steps are done, "
+        f"schedule.steps is {config.schedule.steps}; raise it to go on"
+    )
+    return True
+
+
+def _named(config: TrainConfig) -> dict[str, Any]:
+    """How the target is named: enough to tell without loading it that it is the same one."""
+    return config.target.model_dump(mode="json", exclude={"device"}) | {"seed": config.seed}
+
+
+def best_tau(output_dir: str | Path) -> float | None:
+    """tau of the best head so far, which output_dir holds."""
+    output = Path(output_dir)
+    return read_description(output).get("tau") if (output / DESCRIPTION).is_file() else None
+
+
+class Trainer:
+    """The loop, and what it keeps between steps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        target: TargetModel,
+        documents: Documents,
+        found: Checkpoint | None,
+    ) -> None:
+        self.config, self.accelerator, self.documents = config, accelerator, documents
+        self.step, self.output = 0 if found is None else found.step, Path(config.output_dir)
+        self.module = setup.build_head(config, target, documents.train)
+        if found is not None:
+            self.module.load_state_dict(found.weights())
+        optimizer = setup.build_optimizer(self.module, config.optim)
+        self.head, self.optimizer = accelerator.prepare(self.module, optimizer)
+        self.features = open_features(
+            config.data.features,
+            config.features_folder,
+            target,
+            documents.train + documents.eval,
+            self.module.taps,
+        )
+        self.batches = Batches(
+            documents.train,
+            config.seed,
+            config.schedule.batch_size,
+            setup.accumulation(config, accelerator.num_processes, found),
+            accelerator.num_processes,
+        )
+        self.stepper = Stepper(
+            accelerator, self.head, self.optimizer, self.features, config.optim.clip
+        )
+        self.tau = best_tau(self.output)
+        self.tracker = Tracker(accelerator, config, found and found.state["tracker_id"])
+        if is_main():
+            text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+            replace_file(self.output / "config.yaml", lambda to: Path(to).write_text(text))
+            self.metrics = MetricsFile(self.output, self.step)
+        self._restore(found)
+
+    def _restore(self, found: Checkpoint | None) -> None:
+        """Optimizer and random numbers; comes last, so that nothing draws in between."""
+        set_seed(self.config.seed, device_specific=True)
+        if found is None:
+            return
+        setup.restore_optimizer(self.optimizer, self.config.optim, found)
+        states = found.random_states()
+        if self.accelerator.process_index < len(states):
+            checkpoints.set_random_state(states[self.accelerator.process_index])
+
+    def train(self) -> Result:
+        """Runs to `schedule.steps`.
+
+        Raises:
+            SystemExit: a signal came; the step it came in is saved.
+        """
+        schedule = self.config.schedule
+        bar = tqdm(
+            total=schedule.steps,
+            initial=self.step,
+            desc="train",
+            unit="step",
+            disable=not is_main(),
+        )
+        try:
+            with bar, caught_signals() as received:
+                while self.step < schedule.steps:
+                    bar.set_postfix(self._one_step())
+                    bar.update()
+                    last, stop = self.step >= schedule.steps, self._agree(received)
+                    if last or (self.step % schedule.eval_every == 0 and not stop):
+                        self._evaluate()
+                    if last or stop or self.step % schedule.save_every == 0:
+                        self._save()
+                    if stop and not last:
+                        name = signal.Signals(stop).name
+                        say(f"{name}: step {self.step} is saved, resume=latest goes on from there")
+                        raise SystemExit(128 + stop)
+        finally:
+            self.tracker.finish()
+        say(f"done: {self.step} steps, best head in {self.output}")
+        return Result(self.step, self.tau)
+
+    def _one_step(self) -> dict[str, str]:
+        """Takes the next step and reports it; returns what the progress bar shows."""
+        config, started = self.config, time.perf_counter()
+        lr = learning_rate(
+            self.step, config.schedule.steps, config.schedule.warmup, config.optim.lr
+        )
+        micro = self.batches.micro(self.step, self.accelerator.process_index)
+        fine = self.stepper(micro, self.step + 1, lr)
+        rows = self.batches.rows(self.step)
+        self.step += 1
+        means = self.stepper.tally.means(self.module.loss_weights())
+        tokens = sum(sum(row.loss_mask) for row in rows)
+        speed = tokens / (time.perf_counter() - started)
+        self._report(
+            {
+                "step": self.step,
+                "lr": lr,
+                "loss": means["loss"],
+                "loss_k": means["loss_k"],
+                "top1_k": means["top1"],
+                "tau": means["tau"],
+                "grad_norm": self.stepper.grad_norm,
+                "skipped": not fine,
+                "tokens": tokens,
+                "tokens_per_second": round(speed, 1),
+                "rows": [row.row for row in rows],
+            }
+        )
+        return {
+            "loss": f"{means['loss']:.3f}",
+            "tau": f"{means['tau']:.3f}",
+            "tok/s": f"{speed:.0f}",
+        }
+
+    def _evaluate(self) -> None:
+        """Measures held-out tau, and keeps the head where it is the best so far.  With nothing
+        held out the last head is kept."""
+        if self.documents.eval:
+            found = evaluate(
+                self.module,
+                self.documents.eval,
+                self.features,
+                self.config.schedule.batch_size,
+                self.accelerator,
+            )
+            names = ("tau", "tau_by_depth", "top1", "loss")
+            self._report({"step": self.step, "eval": {name: found[name] for name in names}})
+            say(f"step {self.step}: held-out tau {found['tau']:.3f}, loss {found['loss']:.3f}")
+            if self.tau is not None and found["tau"] <= self.tau:
+                return
+            self.tau = found["tau"]
+        if is_main():
+            length = self.config.data.max_length
+            save_head(self.output, self.module, step=self.step, tau=self.tau, trained_length=length)
+
+    def _report(self, line: dict[str, Any]) -> None:
+        if is_main():
+            self.metrics.write(line)
+            self.tracker.log({key: value for key, value in line.items() if key != "rows"})
+
+    def _save(self) -> None:
+        """Writes checkpoints/step-N; all processes take part."""
+        states = gather_object([checkpoints.random_state()])
+        weights = self.accelerator.get_state_dict(self.head)
+        if is_main():
+            head = {"kind": self.module.kind, "config": self.module.config.model_dump(mode="json")}
+            state = {
+                "step": self.step,
+                "global_batch": self.batches.size,
+                "tau": self.tau,
+                "tracker_id": self.tracker.run_id,
+                "head": head,
+                "target": self.module.spec.identity,
+                "target_config": _named(self.config),
+            }
+            optimizer = self.optimizer.state_dict()
+            checkpoints.save(self.output, weights, optimizer, states, state)
+            checkpoints.prune(self.output, self.config.schedule.keep_last)
+        self.accelerator.wait_for_everyone()
+
+    def _agree(self, received: list[int]) -> int:
+        """The highest signal that any process received, 0 for none."""
+        mine = torch.tensor(max(received, default=0), device=self.accelerator.device)
+        return int(self.accelerator.reduce(mine, "max"))
+
+
+@contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT instead of dying; a second one of a kind kills as usual."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.getsignal(number)
+            signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
