@@ -12,97 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from .draft import Draft, Plan
-from .losses import OBJECTIVES, distil
-
-Features = dict[str, Tensor]
-"""`hidden` [B, T, D] after the target's final norm and, where a head asks for them, `taps`
-[B, T, K, D]."""
-
-
-class Purpose(IntEnum):
-    """What a random decision is for; a part of its key, so that no coin is used twice."""
-
-    DRAFT = 0
-    ACCEPT = 1
-    RESIDUAL = 2
-
-
-class Noise(Protocol):
-    """Randomness of one round, a decision at a time."""
-
-    def bernoulli(self, probability: float, row: int, node: int) -> bool:
-        """True with `probability`: is node `node` of row `row` accepted?"""
-
-    def categorical(self, law_V: Tensor, row: int, node: int, purpose: Purpose) -> int:
-        """An index drawn from `law_V`, which sums to 1."""
-
-
-class Sampling(Protocol):
-    """Turns logits into the laws that are sampled from, the target's and the drafter's alike."""
-
-    greedy: bool
-    """Laws are point masses; `laws` returns token ids."""
-    raw_greedy: bool
-    """Greedy without any processor: the argmax may be taken before scattering to V."""
-
-    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
-        """Laws of the next token after each node.
-
-        Args:
-            logits_BNV: raw logits over target ids, -inf where a token cannot be proposed.
-            paths: paths(b, n) gives the tokens that node n has after the row's committed tokens,
-                the root excluded since it is committed; asked for only where a processor looks.
-        Returns:
-            [B, N, V] probabilities, or [B, N] token ids when `greedy`.
-        """
-
-
-class State(Protocol):
-    """What a drafter remembers of its rows between rounds."""
-
-    def select(self, rows: Tensor) -> State:
-        """The state of `rows` alone, when other rows have finished."""
-
-
-class Drafter(Protocol):
-    """Anything that proposes tokens: a head, n-gram lookup, a separate draft model, a merge."""
-
-    taps: list[int]
-    max_depth: int
-    name: str
-
-    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
-        """State after the prefill.
-
-        Args:
-            ids_BT: prompt and root, right padded: length + 1 ids a row.
-            length_B: tokens the target has read, the root excluded.
-            features: of the prompt's tokens.
-        """
-
-    def propose(
-        self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
-    ) -> Draft:
-        """The draft of one round, at most `plan.depth` deep."""
-
-    def advance(
-        self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
-    ) -> State:
-        """State after a round.
-
-        Args:
-            committed_BM: (n1, .., nm, y), accepted nodes and the next token, right padded.
-            count_B: m + 1, how many of them each row has.
-            features: of (n0, n1, .., nm), so that pair j is a node's state and the token after it.
-        """
+from .losses import OBJECTIVES, distil, loss_rows
+from .protocols import Features, Noise, Purpose, Sampling, State
 
 
 @dataclass(frozen=True)
@@ -128,7 +46,7 @@ class TargetSpec:
     dtype: torch.dtype
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Logits of `hidden` [.., D] through the dense lm_head, soft-capping and scaling included."""
+        """Logits of `hidden` [.., D] through the dense lm_head, scaling included."""
         return self.projector(rows, False)(hidden)
 
 
@@ -195,7 +113,9 @@ class Head(nn.Module):
 
     # -- training --------------------------------------------------------------------------------
 
-    def unroll(self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]) -> list[Tensor]:
+    def unroll(
+        self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]
+    ) -> list[Tensor]:
         """States whose lm_head logits are the draft laws, for training.
 
         Args:
@@ -274,7 +194,8 @@ class Head(nn.Module):
         self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
         """A chain: slot after slot, each token chosen or drawn from the law of its own prefix."""
-        tokens, laws, memo = [root_B], [], {}
+        tokens, laws = [root_B], []
+        memo: dict[str, Tensor] = {}
         valid = [torch.ones(len(root_B), dtype=torch.bool)]
         for depth in range(1, min(plan.depth, self.max_depth) + 1):
             logits_BD = self.draft_logits(self.step(state, tokens, memo), depth)
@@ -319,26 +240,6 @@ def scatter_logits(logits_BD: Tensor, draft_ids: Tensor | None, vocab_size: int)
         return logits_BD
     full = logits_BD.new_full((*logits_BD.shape[:-1], vocab_size), -torch.inf)
     return full.index_copy_(-1, draft_ids, logits_BD)
-
-
-def loss_rows(batch: dict[str, Tensor], depth: int) -> list[Tensor]:
-    """Flat indices b*T+t of the rows that depth k = 1..depth learns from.
-
-    Row t counts at depth k when the target generated all of x_{t+1}, .., x_{t+1+k} (the weight
-    prod_{j=1..k+1} a_{t+j}), in one document; so the first row is the last prompt token.
-    """
-    mask, document = batch["loss_mask"], batch.get("document")
-    alive = torch.ones_like(mask)
-    result = []
-    for shift in range(1, depth + 2):
-        here = torch.zeros_like(mask)
-        here[:, :-shift] = mask[:, shift:]
-        if document is not None:
-            here[:, :-shift] &= document[:, :-shift] == document[:, shift:]
-        alive = alive & here
-        if shift > 1:
-            result.append(alive.flatten().nonzero()[:, 0])
-    return result
 
 
 HEADS: dict[str, type[Head]] = {}

@@ -83,9 +83,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return description
 
 
-def load_head(
-    folder: str | Path, spec: TargetSpec, *, allow_other_target: bool = False
-) -> Head:
+def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool = False) -> Head:
     """The head in `folder`, on the target it was trained for, in eval mode.
 
     Args:

@@ -1,4 +1,4 @@
-"""Draft: the tokens a drafter proposes for one round, as one tree a row.  Plan: what it is asked for.
+"""Draft: the tokens proposed for one round, one tree a row.  Plan: what a drafter is asked for.
 
 Shape suffixes: B rows, N draft nodes, V vocabulary.
 """

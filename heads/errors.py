@@ -1,4 +1,4 @@
-"""The error for whatever a user handed in: a config, a file, a checkpoint, a prompt, an argument."""
+"""The error for whatever a user handed in: a config, a file, a checkpoint, an argument."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Features, Head, HeadConfig, LastFeatures, TargetSpec, register
+from .base import Head, HeadConfig, LastFeatures, TargetSpec, register
 from .layers import ResidualBlock, RMSNorm, TapNorm
+from .protocols import Features
 
 
 class HydraConfig(HeadConfig):
@@ -62,8 +63,7 @@ class Hydra(Head):
         self.tap_norm = TapNorm(len(self.taps), out) if self.taps else None
         state_width = out * (1 + len(self.taps))
         self.mlps = nn.ModuleList(
-            _DepthMLP(state_width, k, width, config.layers, out)
-            for k in range(1, config.depth + 1)
+            _DepthMLP(state_width, k, width, config.layers, out) for k in range(1, config.depth + 1)
         )
 
     def _state(self, hidden: Tensor, taps: Tensor | None) -> Tensor:
@@ -85,9 +85,7 @@ class Hydra(Head):
             states.append(hidden[r] + mlp(state, tokens))
         return states
 
-    def step(
-        self, state: LastFeatures, tokens: list[Tensor], memo: dict[str, Tensor]
-    ) -> Tensor:
+    def step(self, state: LastFeatures, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
         """See `Head.step`."""
         if "state" not in memo:
             memo["state"] = self._state(state.hidden_BD, state.taps_BKD)

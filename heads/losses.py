@@ -145,3 +145,23 @@ def draft_index(ids: Tensor, draft_ids: Tensor | None) -> Tensor:
         return ids
     index = torch.searchsorted(draft_ids, ids).clamp(max=len(draft_ids) - 1)
     return torch.where(draft_ids[index] == ids, index, -1)
+
+
+def loss_rows(batch: dict[str, Tensor], depth: int) -> list[Tensor]:
+    """Flat indices b*T+t of the rows that depth k = 1..depth learns from.
+
+    Row t counts at depth k when the target generated all of x_{t+1}, .., x_{t+1+k} (the weight
+    prod_{j=1..k+1} a_{t+j}), in one document; so the first row is the last prompt token.
+    """
+    mask, document = batch["loss_mask"], batch.get("document")
+    alive = torch.ones_like(mask)
+    result = []
+    for shift in range(1, depth + 2):
+        here = torch.zeros_like(mask)
+        here[:, :-shift] = mask[:, shift:]
+        if document is not None:
+            here[:, :-shift] &= document[:, :-shift] == document[:, shift:]
+        alive = alive & here
+        if shift > 1:
+            result.append(alive.flatten().nonzero()[:, 0])
+    return result

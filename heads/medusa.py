@@ -11,8 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Features, Head, HeadConfig, LastFeatures, TargetSpec, register
+from .base import Head, HeadConfig, LastFeatures, TargetSpec, register
 from .layers import ResidualBlock, TapNorm
+from .protocols import Features
 
 
 class MedusaConfig(HeadConfig):
@@ -52,9 +53,7 @@ class Medusa(Head):
             nn.init.zeros_(self.tap_in.weight)
         if config.lm_head == "own":
             rows = spec.vocab_size if draft_ids is None else len(draft_ids)
-            self.lm_heads = nn.ParameterList(
-                torch.zeros(rows, width) for _ in range(config.depth)
-            )
+            self.lm_heads = nn.ParameterList(torch.zeros(rows, width) for _ in range(config.depth))
 
     def init_from_target(self, lm_head_rows: Tensor) -> None:
         """Copies the target's lm_head rows [D', D] of the draft vocabulary into own lm_heads."""
@@ -80,9 +79,7 @@ class Medusa(Head):
             for block, r in zip(self.blocks, rows, strict=True)
         ]
 
-    def step(
-        self, state: LastFeatures, tokens: list[Tensor], memo: dict[str, Tensor]
-    ) -> Tensor:
+    def step(self, state: LastFeatures, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
         """See `Head.step`; the tokens are not looked at."""
         if "inputs" not in memo:
             memo["inputs"] = self._inputs(state.hidden_BD, state.taps_BKD)

@@ -6,7 +6,6 @@ what the model writes.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 

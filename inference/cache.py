@@ -28,6 +28,7 @@ class SlotCache(Cache):
 
     Attributes:
         lengths: tokens in the cache, a row each, on the host.
+        end: slots in use by the current forward.
     """
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
@@ -37,7 +38,7 @@ class SlotCache(Cache):
         self.lengths = [0] * rows
         self.capacity = _round_up(capacity)
         self._slots: Tensor | slice = slice(0, 0)
-        self._end = 0
+        self.end = 0
 
     def open(self, nodes: int, device: torch.device) -> Tensor:
         """Announces the next forward over `nodes` nodes a row.
@@ -46,11 +47,11 @@ class SlotCache(Cache):
             [B] the rows' lengths on `device`.
         """
         lengths_B = torch.tensor(self.lengths, device=device)
-        self._end = max(self.lengths) + nodes
-        if self._end > self.capacity:
-            self._grow(_round_up(self._end))
+        self.end = max(self.lengths) + nodes
+        if self.end > self.capacity:
+            self._grow(_round_up(self.end))
         if min(self.lengths) == max(self.lengths):
-            self._slots = slice(self.lengths[0], self._end)
+            self._slots = slice(self.lengths[0], self.end)
         else:
             self._slots = lengths_B[:, None] + torch.arange(nodes, device=device)
         return lengths_B
@@ -75,7 +76,7 @@ class SlotCache(Cache):
         else:
             rows_B1 = torch.arange(len(buffer), device=new.device)[:, None]
             buffer[rows_B1, :, self._slots] = new.transpose(1, 2)
-        return buffer[:, :, : self._end]
+        return buffer[:, :, : self.end]
 
     def keep(self, paths: list[list[int]]) -> None:
         """Keeps, for each row, the draft nodes of an accepted path (root first), moved together."""
@@ -113,7 +114,7 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """(slots in use, offset 0): asked for by transformers' mask code."""
-        return self._end, 0
+        return self.end, 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """-1: no fixed length."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..heads.base import Drafter, Features, Purpose
 from ..heads.draft import Draft, Plan
+from ..heads.protocols import Drafter, Features, Purpose
 from .noise import RowNoise
 from .sampling import RowSampling, Settings
 from .statistics import Stats

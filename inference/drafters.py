@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..heads.base import Features, Noise, Sampling
 from ..heads.draft import Draft, Plan
+from ..heads.protocols import Features, Noise, Sampling
 
 
 @dataclass(frozen=True)

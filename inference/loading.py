@@ -105,9 +105,7 @@ def load_pretrained(
     return loaded, tokenizer
 
 
-def _dequantised(
-    name: str, gguf_file: str, options: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+def _dequantised(name: str, gguf_file: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Where to load a GGUF file from: reading one takes most of a minute, so a local file is
     dequantised once into the user's cache folder, and read from there as safetensors."""
     if importlib.util.find_spec("gguf") is None:
@@ -216,7 +214,7 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     for name, tensor in sorted(model.named_parameters()):
         weight = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous()
         digest.update(json.dumps([name, list(weight.shape), str(weight.dtype)]).encode())
-        digest.update(weight.view(torch.uint8).numpy() if weight.ndim else weight.numpy())
+        digest.update(weight.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from ..heads.base import Purpose
+from ..heads.protocols import Purpose
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""What callers hand in as prompts, and when a text ends: strings, chats and ids to lists of ids.
-"""
+"""What callers hand in as prompts, and when a text ends: strings, chats and ids to lists of ids."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..heads.base import Drafter
 from ..heads.checkpoint import DESCRIPTION, load_head, read_description
 from ..heads.draft import Plan
 from ..heads.errors import InputError, nearest
+from ..heads.protocols import Drafter
 from . import packed
 from .decode import Row, decode
 from .drafters import Plain

@@ -60,7 +60,10 @@ class Stats:
     def count_round(self, drafted: int, emitted: int, tokens: int) -> None:
         """One round of one row: deepest draft, draft tokens emitted, all tokens emitted."""
         longest = max(drafted, len(self.drafted_by_depth))
-        for counts, reached in ((self.drafted_by_depth, drafted), (self.accepted_by_depth, emitted)):
+        for counts, reached in (
+            (self.drafted_by_depth, drafted),
+            (self.accepted_by_depth, emitted),
+        ):
             counts.extend([0] * (longest - len(counts)))
             for depth in range(reached):
                 counts[depth] += 1

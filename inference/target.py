@@ -6,21 +6,21 @@ Shape suffixes: B rows, T tokens, N draft nodes, K taps, D hidden width, V vocab
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..heads.base import Features, TargetSpec
+from ..heads.base import TargetSpec
 from ..heads.errors import InputError
+from ..heads.protocols import Features
 from . import loading, packed
 from .cache import SlotCache
+from .masks import KINDS, slot_masks
 from .probe import check_target
+from .projection import Projection
 
 PREFILL_CHUNK = 512  # tokens a forward of a long prompt, so that its mask stays small
-MASKS = ("full_attention", "sliding_attention")
 
 
 class TargetModel:
@@ -61,8 +61,8 @@ class TargetModel:
         self.mask_kinds = self._mask_kinds()
         self.eos_ids = self._eos_ids()
         model.eval().requires_grad_(False) if pack else model.eval()
+        self._projection = Projection(self.lm_head, self.config)
         self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
-        self._projectors: dict[Any, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {}
         self.packed = packed.pack_linears(self.decoder) if pack else 0
         check_target(self)
 
@@ -119,7 +119,7 @@ class TargetModel:
             "model_type": config.model_type,
             "hidden_size": config.hidden_size,
             "num_layers": config.num_hidden_layers,
-            "vocab_size": self._vocab_size(),
+            "vocab_size": self._projection.vocab_size,
             "dtype": str(self.dtype).removeprefix("torch."),
             "fingerprint": loading.fingerprint(self.model),
             "fingerprint_bf16": loading.fingerprint(self.model, torch.bfloat16),
@@ -127,19 +127,15 @@ class TargetModel:
         }
         return TargetSpec(
             hidden_size=config.hidden_size,
-            vocab_size=self._vocab_size(),
+            vocab_size=self._projection.vocab_size,
             num_layers=config.num_hidden_layers,
             max_positions=getattr(config, "max_position_embeddings", None) or 2**31,
             embed=embedding if scale == 1.0 else lambda ids: embedding(ids) * scale,
-            projector=self.projector,
+            projector=self._projection,
             identity=identity,
             device=self.device,
             dtype=self.dtype,
         )
-
-    def _vocab_size(self) -> int:
-        weight = getattr(self.lm_head, "weight", None)
-        return self.config.vocab_size if weight is None else weight.shape[0]
 
     def _sliding_window(self) -> int | None:
         if getattr(self.config, "use_sliding_window", True) is False:
@@ -149,11 +145,11 @@ class TargetModel:
     def _mask_kinds(self) -> list[str]:
         """Kinds of attention of the layers; one alone is passed as a tensor, several as a dict."""
         kinds = list(dict.fromkeys(getattr(self.config, "layer_types", None) or []))
-        unknown = [kind for kind in kinds if kind not in MASKS]
+        unknown = [kind for kind in kinds if kind not in KINDS]
         if unknown or not hasattr(self.model, "generate"):
             raise InputError(
                 f"target {self.config.model_type!r} has layers of kind {unknown}",
-                f"Supported are decoder-only models with {' and '.join(MASKS)} layers.",
+                f"Supported are decoder-only models with {' and '.join(KINDS)} layers.",
             )
         return kinds or ["sliding_attention" if self.window else "full_attention"]
 
@@ -194,43 +190,12 @@ class TargetModel:
     # -- logits ----------------------------------------------------------------------------------
 
     def lm_head_rows(self, rows: Tensor | None = None) -> Tensor:
-        """The dense lm_head weight [V, D], or its `rows` [D', D] (a copy)."""
-        weight = getattr(self.lm_head, "weight", None)
-        if weight is None:
-            raise InputError(
-                f"the lm_head of {self.config.model_type!r} has no dense weight",
-                "Use heads that share it (medusa: lm_head: shared) and draft_vocab: null.",
-            )
-        return weight.detach() if rows is None else weight.detach()[rows]
-
-    def projector(self, rows: Tensor | None, use_packed: bool) -> Callable[[Tensor], Tensor]:
-        """See `TargetSpec.projector`; gathered rows and reordered weights are kept for reuse."""
-        key = (use_packed, None if rows is None else (rows.data_ptr(), len(rows)))
-        if key not in self._projectors:
-            # The rows are kept as well: their address is the key.
-            self._projectors[key] = rows, self._make_projector(rows, use_packed)
-        return self._projectors[key][1]
-
-    def _make_projector(self, rows: Tensor | None, use_packed: bool) -> Callable[[Tensor], Tensor]:
-        if not isinstance(self.lm_head, nn.Linear):
-            return self._module_projector(rows)
-        bias = self.lm_head.bias
-        bias = bias[rows] if bias is not None and rows is not None else bias
-        product = packed.linear(self.lm_head_rows(rows), use_packed)
-        scale = partial(_scale_logits, self.config)
-        if bias is not None:
-            return lambda hidden: scale(product(hidden) + bias)
-        return lambda hidden: scale(product(hidden))
-
-    def _module_projector(self, rows: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """A quantized lm_head is called as it is."""
-        if rows is None:
-            return lambda hidden: _scale_logits(self.config, self.lm_head(hidden))
-        return lambda hidden: _scale_logits(self.config, self.lm_head(hidden)[..., rows])
+        """See `projection.Projection.weight_rows`."""
+        return self._projection.weight_rows(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] for inference."""
-        return self.projector(None, True)(hidden)
+        return self._projection(None, True)(hidden)
 
     # -- forwards --------------------------------------------------------------------------------
 
@@ -249,7 +214,9 @@ class TargetModel:
         """An empty cache for `rows` rows."""
         return SlotCache(self.config.num_hidden_layers, rows, capacity)
 
-    def prefill(self, ids_BT: Tensor, lengths: list[int], cache: SlotCache, taps: list[int]) -> Features:
+    def prefill(
+        self, ids_BT: Tensor, lengths: list[int], cache: SlotCache, taps: list[int]
+    ) -> Features:
         """Reads right-padded prompts into an empty cache; returns the features of all tokens."""
         parts = []
         for chunk_BN in ids_BT.split(PREFILL_CHUNK, dim=1):
@@ -280,34 +247,19 @@ class TargetModel:
         # Nodes that pad a row may lie past the last position; nothing reads them.
         position_BN = length_B[:, None] + depth.to(self.device)
         position_BN.clamp_(max=self.spec.max_positions - 1)
-        masks = self._masks(length_B, position_BN, ancestors_BNN.to(self.device), cache._end)
-        mask = masks if len(self.mask_kinds) > 1 else masks[self.mask_kinds[0]]
+        mask = slot_masks(
+            self.mask_kinds,
+            length_B,
+            position_BN,
+            ancestors_BNN.to(self.device),
+            cache.end,
+            self.window,
+            self.dtype,
+        )
         options = {self._cache_name: cache, "use_cache": True}
         return self._run(
             taps, input_ids=ids_BN, attention_mask=mask, position_ids=position_BN, **options
         )
-
-    def _masks(
-        self, length_B: Tensor, position_BN: Tensor, ancestors_BNN: Tensor, slots: int
-    ) -> dict[str, Tensor]:
-        """Additive masks [B, 1, N, S] for each kind of layer."""
-        rows, nodes = position_BN.shape
-        slot_S = torch.arange(slots, device=self.device)
-        seen_BNS = (slot_S < length_B[:, None])[:, None].expand(rows, nodes, slots).clone()
-        node_BNN = (length_B[:, None] + torch.arange(nodes, device=self.device))[:, None]
-        node_BNN = node_BNN.expand(rows, nodes, nodes)
-        seen_BNS.scatter_(2, node_BNN, ancestors_BNN.expand(rows, nodes, nodes))
-        masks = {}
-        for kind in self.mask_kinds:
-            allowed = seen_BNS
-            if kind == "sliding_attention" and self.window and slots > self.window:
-                # A committed token's position is its slot; a node's is that of its depth.
-                place_BS = slot_S.expand(rows, slots).scatter(1, node_BNN[:, 0], position_BN)
-                allowed = allowed & (position_BN[:, :, None] - place_BS[:, None] < self.window)
-            blocked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype)
-            zero = torch.zeros((), dtype=self.dtype, device=self.device)
-            masks[kind] = torch.where(allowed, zero, blocked.to(self.device))[:, None]
-        return masks
 
     def _run(self, taps: list[int], **inputs: Any) -> Features:
         if not taps:
@@ -344,14 +296,3 @@ def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
         f"target {type(decoder).__name__}: no list of {count} layers found",
         "Supported are decoder-only transformers models.",
     )
-
-
-def _scale_logits(config: Any, logits: Tensor) -> Tensor:
-    """What some families do to logits after the lm_head (Gemma, Granite, Cohere)."""
-    if divisor := getattr(config, "logits_scaling", None):
-        logits = logits / divisor
-    if factor := getattr(config, "logit_scale", None):
-        logits = logits * factor
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
-    return logits

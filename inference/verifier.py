@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..heads.base import Noise, Purpose
 from ..heads.draft import Draft
+from ..heads.protocols import Noise, Purpose
 
 
 class Verdict(NamedTuple):
@@ -105,7 +105,7 @@ def _walk(
 
 
 def residual(law_V: Tensor, proposal_V: Tensor, token: int) -> Tensor:
-    """norm((p - q)+) after `token` was rejected; p without the token where rounding left no mass."""
+    """norm((p - q)+) after `token` was rejected; p without it where no mass is left."""
     rest_V = (law_V - proposal_V).clamp_(min=0)
     mass = rest_V.sum()
     return rest_V / mass if mass > 0 else without(law_V, token)

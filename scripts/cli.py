@@ -1,6 +1,7 @@
 """The console command `selfdraft`: one name for train.py and the scripts.
 
 selfdraft prepare-data|train|generate|bench ARGS
+accelerate launch -m selfdraft.scripts.cli train ARGS       # in several processes
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from selfdraft.heads.errors import InputError, exit_code, nearest
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "prepare-data": "let the target answer a config's prompts",
-    "train": "train heads by a config (with several processes: accelerate launch -m "
-    "selfdraft.scripts.cli train)",
+    "train": "train heads by a config",
     "generate": "answer a prompt with trained heads",
     "bench": "time trained heads against other ways to generate",
 }

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from ..heads import InputError
-from ..heads.base import Features
 from ..heads.checkpoint import replace_file, sha256
+from ..heads.protocols import Features
 from ..inference.target import TargetModel
 from .config import FeaturesConfig
 from .data import Document, collate
@@ -251,8 +251,8 @@ def fingerprint(
     identity = target.spec.identity
     digest = hashlib.sha256()
     for document in documents:
-        digest.update(np.array([document.row, len(document.ids), *document.ids], np.int64))
-        digest.update(np.array(document.loss_mask, np.bool_))
+        digest.update(np.array([document.row, len(document.ids), *document.ids]).tobytes())
+        digest.update(bytes(document.loss_mask))
     return {
         "format": FORMAT,
         "target": identity["fingerprint"],

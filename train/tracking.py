@@ -76,7 +76,7 @@ def wandb_mode(config: TrackingConfig) -> str:
             "tracking.tracker is wandb, which is not installed",
             'Install it (pip install "selfdraft[wandb]") or set tracking.tracker=none.',
         )
-    mode = config.mode
+    mode: str = config.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     if mode == "online" and not _has_key():

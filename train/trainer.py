@@ -122,8 +122,9 @@ class Trainer:
             accelerator, self.head, self.optimizer, self.features, config.optim.clip
         )
         self.tau = best_tau(self.output)
-        self.tracker = Tracker(accelerator, config, found and found.state["tracker_id"])
+        self.tracker = Tracker(accelerator, config, found.state["tracker_id"] if found else None)
         if is_main():
+            self.output.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
             replace_file(self.output / "config.yaml", lambda to: Path(to).write_text(text))
             self.metrics = MetricsFile(self.output, self.step)
@@ -275,5 +276,5 @@ def caught_signals() -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for caught, handler in previous.items():
+            signal.signal(caught, handler)

@@ -57,9 +57,6 @@ def losses(head: Head, target: TargetModel, rows: list[Document]) -> torch.Tenso
     return torch.stack(found)
 
 
-# -- the numbers ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", sorted(HEADS))
 def test_a_row_loses_the_same_alone_padded_reordered_and_again(target, kind):
     """T9."""
@@ -90,9 +87,9 @@ def test_padding_changes_neither_loss_nor_gradient(target, kind):
         results.append([out.detach(), *(p.grad.clone() for p in head.parameters())])
     torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-6)
     assert head.counts(batch).tolist() == head.counts(longer).tolist() == [5, 4, 3]
-    at_init = HEADS[kind](HEADS[kind].Config(kind=kind, depth=3, draft_vocab=None), target.spec)
-    setup_loss = at_init(batch, features)["loss"] / at_init.counts(batch)
-    assert (setup_loss <= math.log(target.spec.vocab_size)).all()
+    head = HEADS[kind](HEADS[kind].Config(kind=kind, depth=3, draft_vocab=None), target.spec)
+    at_init = head(batch, {"hidden": features["hidden"]})["loss"] / head.counts(batch)
+    assert (at_init <= math.log(target.spec.vocab_size)).all()
 
 
 def gradients(accelerator, target, micro) -> list[torch.Tensor]:
@@ -260,14 +257,13 @@ def test_rows_whose_answer_is_cut_away_are_skipped_and_counted(tmp_path, capsys)
         file.write(json.dumps({"messages": [long, {"role": "assistant", "content": "a"}]}) + "\n")
     train(config)
     assert "fewer than two loss tokens left within max_length" in capsys.readouterr().out
-    assert all(math.isfinite(x["loss"]) for x in metrics(tmp_path / "run") if "loss" in x)
+    assert not any(x.get("skipped") for x in metrics(tmp_path / "run"))
 
 
 def test_no_row_with_a_loss_token_is_an_error_before_the_first_step(tmp_path):
     """T4 (b)."""
     with pytest.raises(InputError, match="max_length"):
         train(make_config(tmp_path, data={"max_length": 5}))
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 class Poisoned(OnlineFeatures):

@@ -1,0 +1,76 @@
+"""From hidden states to logits: the lm_head, dense or packed, whole or some of its rows.
+
+Shape suffixes: D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..heads.errors import InputError
+from . import packed
+
+Project = Callable[[Tensor], Tensor]
+
+
+class Projection:
+    """`TargetSpec.projector` of one lm_head; what it makes is kept for reuse.
+
+    Args:
+        lm_head: of the target; a module without a dense weight (quantized) is called as it is.
+        config: of the target; names what the family does to its logits.
+    """
+
+    def __init__(self, lm_head: Any, config: Any) -> None:
+        self.lm_head, self.config = lm_head, config
+        self.weight: Tensor | None = getattr(lm_head, "weight", None)
+        self.vocab_size = config.vocab_size if self.weight is None else self.weight.shape[0]
+        self._made: dict[Any, tuple[Tensor | None, Project]] = {}
+
+    def __call__(self, rows: Tensor | None, use_packed: bool) -> Project:
+        """See `TargetSpec.projector`."""
+        key = (use_packed, None if rows is None else (rows.data_ptr(), len(rows)))
+        if key not in self._made:
+            # The rows are kept as well: their address is the key.
+            self._made[key] = rows, self._make(rows, use_packed)
+        return self._made[key][1]
+
+    def weight_rows(self, rows: Tensor | None = None) -> Tensor:
+        """The dense lm_head weight [V, D], or its `rows` [D', D] (a copy).
+
+        Raises:
+            InputError: the lm_head has no dense weight.
+        """
+        if self.weight is None:
+            raise InputError(
+                f"the lm_head of {self.config.model_type!r} has no dense weight",
+                "Use heads that share it (medusa: lm_head: shared).",
+            )
+        return self.weight.detach() if rows is None else self.weight.detach()[rows]
+
+    def _make(self, rows: Tensor | None, use_packed: bool) -> Project:
+        if not isinstance(self.lm_head, nn.Linear):
+            whole: Project = self.lm_head
+            pick = whole if rows is None else lambda hidden: whole(hidden)[..., rows]
+            return lambda hidden: scale_logits(self.config, pick(hidden))
+        product, bias = packed.linear(self.weight_rows(rows), use_packed), self.lm_head.bias
+        if bias is None:
+            return lambda hidden: scale_logits(self.config, product(hidden))
+        part = bias if rows is None else bias[rows]
+        return lambda hidden: scale_logits(self.config, product(hidden) + part)
+
+
+def scale_logits(config: Any, logits: Tensor) -> Tensor:
+    """What some families do to logits after the lm_head: Granite divides, Cohere multiplies,
+    Gemma caps softly."""
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if factor := getattr(config, "logit_scale", None):
+        logits = logits * factor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits

@@ -1,0 +1,103 @@
+"""Generates with trained heads: python scripts/generate.py runs/quickstart --prompt "..."."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from selfdraft.heads.errors import InputError, exit_code
+from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.statistics import Stats
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    cli = argparse.ArgumentParser(prog="generate.py", description=__doc__)
+    cli.add_argument("heads", help="a heads folder or hub id, e.g. runs/quickstart")
+    cli.add_argument("--prompt", help="text to answer; read from standard input when left out")
+    cli.add_argument("--max-new-tokens", type=int, default=128)
+    cli.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    cli.add_argument("--top-k", type=int, default=0)
+    cli.add_argument("--top-p", type=float, default=1.0)
+    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--draft", type=int, help="tokens drafted a round; all of the head's if unset")
+    cli.add_argument("--target", help="another target than the one the heads name")
+    cli.add_argument("--device", default="auto")
+    cli.add_argument("--dtype", help="float32, bfloat16, float16; the trained one if unset")
+    cli.add_argument("--no-chat", action="store_true", help="leave the chat template out")
+    cli.add_argument(
+        "--compare", action="store_true", help="also decode plainly; exit 1 if greedy differs"
+    )
+    return cli
+
+
+def run(options: argparse.Namespace) -> int:
+    """Streams the answer, then prints what it took."""
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    if not prompt.strip():
+        raise InputError("the prompt is empty", 'Give --prompt "..." or text on standard input.')
+    named: dict[str, Any] = {"device": options.device}
+    if options.dtype:
+        named["dtype"] = options.dtype
+    spec = Speculator.from_pretrained(
+        options.heads, target=options.target, plan=options.draft, **named
+    )
+    fast, stats = _stream(spec, prompt, options, echo=True)
+    print(f"\n\n{_summary(spec.drafter.name, stats)}")
+    if not options.compare:
+        return 0
+    plain = Speculator(spec.target)
+    slow, plain_stats = _stream(plain, prompt, options, echo=False)
+    print(_summary("plain", plain_stats))
+    ratio = _rate(stats) / _rate(plain_stats)
+    print(f"speedup {ratio:.2f}x" + ("" if ratio >= 1 else ": slower than plain decoding"))
+    if options.temperature > 0:
+        print("sampled: both texts follow the target's law, so they need not be equal")
+        return 0
+    print("identical" if fast == slow else f"DIFFERENT, plain decoding wrote:\n{slow}")
+    return 0 if fast == slow else 1
+
+
+def _stream(
+    spec: Speculator, prompt: str, options: argparse.Namespace, echo: bool
+) -> tuple[str, Stats]:
+    stats, pieces = Stats(), []
+    for piece in spec.stream(
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.temperature != 0,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        chat=not options.no_chat,
+        stats=stats,
+    ):
+        pieces.append(piece)
+        if echo:
+            print(piece, end="", flush=True)
+    return "".join(pieces), stats
+
+
+def _rate(stats: Stats) -> float:
+    return stats.tokens / max(sum(stats.seconds.values()), 1e-9)
+
+
+def _summary(name: str, stats: Stats) -> str:
+    accepted = " ".join(f"{share:.2f}" for share in stats.acceptance_by_depth)
+    depths = f", accepted by depth {accepted}" if accepted else ""
+    return (
+        f"{name}: {stats.tokens} tokens, {_rate(stats):.1f} tokens/s, "
+        f"{stats.tokens_per_round:.2f} tokens a round (bonus included){depths}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; exit code 0, 1 (greedy differs) or 2 (bad input)."""
+    options = parser().parse_args(argv)
+    return exit_code(lambda: run(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

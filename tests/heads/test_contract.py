@@ -1,0 +1,190 @@
+"""What every head kind keeps, whatever it is: one suite over `HEADS`.
+
+A new kind is covered as soon as it is registered; `FIELDS` adds settings of its own.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from enumeration import decode_law, distance, memoised, target_law
+from fixtures import PROMPTS, VOCAB, batch_of, double, make_head, micro, plain, tiny
+from torch import Tensor
+
+from selfdraft.heads import HEADS, Plan, load_head, save_head
+from selfdraft.heads.base import Head
+from selfdraft.inference.noise import RowNoise
+from selfdraft.inference.sampling import RowSampling, Settings
+from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.target import TargetModel
+
+COMMON: list[dict[str, Any]] = [{}, {"taps": [0, 1, 2], "draft_ids": True}, {"loss": "ce"}]
+FIELDS: dict[str, list[dict[str, Any]]] = {
+    "medusa": [{"lm_head": "own"}, {"lm_head": "own", "draft_ids": True, "layers": 2}],
+    "hydra": [{"layers": 1, "width": 24, "taps": [7]}],
+}
+CASES = [(kind, fields) for kind in sorted(HEADS) for fields in COMMON + FIELDS.get(kind, [])]
+DEPTH = 3
+Make = Callable[..., Head]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join([case[0], *map(str, case[1])]))
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes the head of the case on a target; its draft vocabulary is every third id, or all."""
+    kind, fields = request.param[0], dict(request.param[1])
+    some = fields.pop("draft_ids", False)
+
+    def build(target: TargetModel, **more: Any) -> Head:
+        ids = list(range(0, target.spec.vocab_size, 3)) if some else None
+        return make_head(kind, target.spec, **({"depth": DEPTH, "draft_ids": ids} | fields | more))
+
+    return build
+
+
+def features_of(target: TargetModel, head: Head, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return target.features(batch["ids"], batch["length"], head.taps)
+
+
+def test_loss_is_finite_and_only_the_head_learns(make: Make) -> None:
+    target = double()  # its parameters could take gradients: no one asked for its freezing
+    head, batch = make(target), batch_of([20, 13])
+    assert all(p.requires_grad for p in target.model.parameters())
+    sums = head(batch, features_of(target, head, batch))
+    assert sums["loss"].shape == sums["top1"].shape == sums["prefix"].shape == (DEPTH,)
+    assert sums["loss"].isfinite().all()
+    assert (sums["loss"] > 0).all()
+    (sums["loss"] * head.loss_weights() / head.counts(batch)).sum().backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+    assert all(p.grad is None for p in target.model.parameters())
+    targets = {p.data_ptr() for p in target.model.parameters()}
+    assert not targets & {p.data_ptr() for p in head.parameters()}
+
+
+def test_an_empty_mask_gives_zero_sums_and_zero_gradients(make: Make) -> None:
+    target, batch = tiny(), batch_of([20, 13])
+    head = make(target)
+    batch["loss_mask"][:] = False
+    sums = head(batch, features_of(target, head, batch))
+    assert head.counts(batch).tolist() == [0] * DEPTH
+    assert sums["loss"].tolist() == [0.0] * DEPTH
+    assert sums["top1"].tolist() == sums["prefix"].tolist() == [0] * DEPTH
+    sums["loss"].sum().backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_a_step_of_training_lowers_the_loss(make: Make) -> None:
+    target, batch = tiny(), batch_of([40, 30])
+    head = make(target, scale=0.02)
+    features = features_of(target, head, batch)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(6):
+        loss = (head(batch, features)["loss"] / head.counts(batch)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+@torch.no_grad()
+def test_training_states_are_decoding_states(make: Make) -> None:
+    """At each prefix, slot k's logits in training, on the text, are those of a decoding step."""
+    target, batch = tiny(), batch_of([12, 9], prompt=1)
+    head, ids = make(target), batch["ids"]
+    features = features_of(target, head, batch)
+    time = ids.shape[1]
+    rows = [torch.arange(2 * time) for _ in range(DEPTH)]
+    padded = {"ids": torch.nn.functional.pad(ids, (0, DEPTH))}  # so that no row lacks tokens
+    wide = {name: torch.cat([f, f[:, :DEPTH]], 1) for name, f in features.items()}
+    unrolled = head.unroll(padded, wide, [r // time * (time + DEPTH) + r % time for r in rows])
+    start, count = 4, torch.tensor([2, 3])
+    length = torch.tensor([start, start])
+    cache = target.new_cache(2, 32)
+    early = target.prefill(ids[:, :start], [start, start], cache, head.taps)
+    states = [(length, head.start(ids[:, : start + 1], length, early))]
+    # A round that commits 2 and 3 tokens, from a forward over 4 nodes.
+    chain = torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    late = target.forward(ids[:, start : start + 4], cache, chain, None, head.taps)
+    committed = ids[:, start + 1 : start + 4]
+    states.append((length + count, head.advance(states[0][1], committed, count, late)))
+    for read, state in states:
+        memo: dict[str, Tensor] = {}
+        tokens = [ids[torch.arange(2), read]]
+        for k in range(1, DEPTH + 1):
+            got = head.draft_logits(head.step(state, tokens, memo), k)
+            at = unrolled[k - 1].view(2, time, -1)[torch.arange(2), read - 1]
+            torch.testing.assert_close(got, head.draft_logits(at, k), rtol=1e-5, atol=1e-5)
+            tokens.append(ids[torch.arange(2), read + k])
+        one = state.select(torch.tensor([1]))
+        alone = head.step(one, [ids[1:, int(read[1])]], {})
+        torch.testing.assert_close(
+            head.draft_logits(alone, 1),
+            head.draft_logits(head.step(state, tokens[:1], {})[1:], 1),
+        )
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@torch.no_grad()
+def test_draft_is_valid(make: Make, sampled: bool) -> None:
+    target, batch = tiny(), batch_of([9, 9])
+    head = make(target)
+    length = torch.tensor([8, 6])
+    state = head.start(batch["ids"], length, features_of(target, head, batch))
+    history = [row[: n + 1] for row, n in zip(batch["ids"].tolist(), [8, 6], strict=True)]
+    sampling = RowSampling(Settings(do_sample=sampled, top_k=5 if sampled else 0), history)
+    root = torch.tensor([ids[-1] for ids in history])
+    for depth in range(DEPTH + 3):
+        draft = head.propose(state, root, Plan(depth), sampling, RowNoise([0, 1], [9, 7]))
+        nodes = min(depth, DEPTH) + 1
+        assert draft.ids_BN.shape == (2, nodes)
+        assert draft.ids_BN[:, 0].equal(root)
+        assert draft.is_chain()
+        assert draft.valid_BN.all()
+        drafted = draft.ids_BN[:, 1:]
+        assert ((drafted >= 0) & (drafted < VOCAB)).all()
+        if head.draft_ids is not None:
+            assert torch.isin(drafted, head.draft_ids).all()
+        assert draft.drawn_BN[:, 1:].all() if sampled else not draft.drawn_BN.any()
+        if sampled and nodes > 1:
+            laws = draft.q_BNV[:, :-1]
+            torch.testing.assert_close(laws.sum(-1), torch.ones(2, nodes - 1))
+            assert ((laws > 0).sum(-1) <= 5).all()
+            assert (laws.gather(2, drafted[..., None]) > 0).all()
+
+
+def test_save_and_load_give_the_same_draft(make: Make, tmp_path: Path) -> None:
+    target = tiny()
+    head = make(target)
+    save_head(tmp_path, head)
+    again = load_head(tmp_path, target.spec)
+    for settings in ({}, {"do_sample": True, "seed": 3}):
+        runs = [
+            Speculator(target, h).generate(PROMPTS, max_new_tokens=12, **settings)
+            for h in (head, again)
+        ]
+        assert runs[0].token_ids == runs[1].token_ids
+        assert runs[0].stats.accepted_by_depth == runs[1].stats.accepted_by_depth
+
+
+def test_greedy_output_is_the_plain_one(make: Make) -> None:
+    target = tiny()
+    out = Speculator(target, make(target)).generate(PROMPTS, max_new_tokens=24)
+    assert out.token_ids == plain(target, PROMPTS, 24)
+
+
+def test_sampled_law_is_exact(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole loop on a target of 3 tokens, one of them EOS, two drafted tokens a round."""
+    target = memoised(micro(3))
+    head = make(target, depth=2, scale=0.5)
+    got = decode_law(monkeypatch, target, head, [[1, 0]], max_new_tokens=4)
+    expected = target_law(target, [[1, 0]], 4)
+    assert len(expected) > 20
+    assert distance(got, expected) < 1e-12

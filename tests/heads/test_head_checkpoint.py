@@ -1,0 +1,202 @@
+"""A head's folder: what is in it, and what is refused, by name and in two lines."""
+
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import LLAMA, make_head, stock, tiny
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from selfdraft.heads import InputError, load_head, save_head
+from selfdraft.heads.checkpoint import sha256
+from selfdraft.inference.target import TargetModel
+
+KINDS = {"medusa": {"lm_head": "own"}, "hydra": {"taps": [0, 2]}}
+
+
+@cache
+def other(seed: int = 0, **fields: Any) -> TargetModel:
+    return TargetModel.load(random=LLAMA | fields, seed=seed, dtype="float32", device="cpu")
+
+
+def saved(folder: Path, kind: str = "hydra", **fields: Any):
+    fields = KINDS[kind] | fields
+    head = make_head(kind, tiny().spec, draft_ids=[1, 4, 9, 30], **fields)
+    save_head(folder, head, trained_length=64)
+    return head
+
+
+def edit(folder: Path, change: Any) -> None:
+    path = folder / "head.json"
+    description = json.loads(path.read_text())
+    change(description)
+    path.write_text(json.dumps(description))
+
+
+def refused(folder: Path, *words: str, target: TargetModel | None = None) -> None:
+    with pytest.raises(InputError) as error:
+        load_head(folder, (target or tiny()).spec)
+    assert len(str(error.value).splitlines()) == 2
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind: str, tmp_path: Path) -> None:
+    head = saved(tmp_path, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = load_head(tmp_path, tiny().spec)
+    assert again.config == head.config
+    assert not again.training
+    assert not any(p.requires_grad for p in again.parameters())
+    for name, tensor in head.state_dict().items():
+        assert again.state_dict()[name].equal(tensor), name
+    assert {p.name for p in tmp_path.iterdir()} == {"head.json", "model.safetensors"}
+
+
+def test_description_says_what_is_needed(tmp_path: Path) -> None:
+    saved(tmp_path)
+    d = json.loads((tmp_path / "head.json").read_text())
+    assert (d["format"], d["kind"], d["dtype"], d["trained_length"]) == (1, "hydra", "float32", 64)
+    assert d["wiring"] == {"norm_stage": "post", "taps": [0, 2], "draft_vocab": 4}
+    assert d["target"] == tiny().spec.identity
+    assert {"random", "seed", "fingerprint", "tokenizer"} <= d["target"].keys()
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_shared_storage_is_saved_and_the_target_is_not(lm_head: str, tmp_path: Path) -> None:
+    """C5: own lm_heads that are one tensor, once cloned and once not."""
+    target = tiny("tied")
+    head = make_head("medusa", target.spec, lm_head=lm_head, scale=0.0)
+    if lm_head == "own":
+        rows = target.lm_head_rows()
+        head.lm_heads[0].data = head.lm_heads[1].data = rows
+        head.lm_heads[2].data = rows.clone()
+    save_head(tmp_path, head)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(head.state_dict())
+    own = sum(t.nbytes for t in head.state_dict().values())
+    assert (tmp_path / "model.safetensors").stat().st_size < own + 8192
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = load_head(tmp_path, target.spec)
+    if lm_head == "own":
+        assert all(w.equal(rows) for w in again.lm_heads)
+        assert len({w.data_ptr() for w in again.lm_heads}) == 3
+    else:  # it draws on the target's own storage
+        before = again.draft_logits(torch.ones(1, 64), 1)
+        assert again.spec.projector is target.spec.projector
+        assert before.shape == (1, 320)
+    assert not {p.data_ptr() for p in again.parameters()} & {
+        p.data_ptr() for p in target.model.parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 128}, ("hidden_size", "64", "128")),
+        ({"num_hidden_layers": 3}, ("num_layers", "2", "3")),
+        ({"vocab_size": 400}, ("vocab_size", "320", "400")),
+        ({"model_type": "qwen2"}, ("model_type", "llama", "qwen2")),
+    ],
+)
+def test_another_target_is_refused_before_weights_load(fields, words, tmp_path: Path) -> None:
+    """L2."""
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # the target is looked at first
+    refused(tmp_path, *words, target=other(**fields))
+
+
+def test_other_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
+    saved(tmp_path)
+    refused(tmp_path, "weights", "fingerprint", target=other(seed=1))
+    with pytest.warns(UserWarning, match="fingerprint"):
+        load_head(tmp_path, other(seed=1).spec, allow_other_target=True)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tokenizer = other(seed=0).tokenizer
+    changed = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, chat_template="{{ 1 }}"
+    )
+    refused(tmp_path, "tokenizer", target=TargetModel(stock(LLAMA), changed))
+    load_head(tmp_path, TargetModel(stock(LLAMA), None).spec)  # without one, nothing to compare
+
+
+def test_another_dtype_is_cast_with_a_note(tmp_path: Path) -> None:
+    saved(tmp_path)
+    target = other(seed=0)
+    with pytest.warns(UserWarning, match="float32.*bfloat16.*cast"):
+        head = load_head(tmp_path, TargetModel(stock(LLAMA, dtype=torch.bfloat16)).spec)
+    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    assert head.draft_ids.dtype == torch.int64
+    assert target.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda d: d.update(kind="medusa"), "kind"),
+        (lambda d: d.update(kind="heydra"), "hydra"),
+        (lambda d: d["config"].update(depth=4), "missing mlps.3"),
+        (lambda d: d["config"].update(depth=2), "unexpected mlps.2"),
+        (lambda d: d["config"].update(layers=1), "missing mlps.0.blocks"),
+        (lambda d: d["config"].update(width=7), "has shape"),
+        (lambda d: d["config"].update(taps=[]), "unexpected tap_norm"),
+        (lambda d: d["config"].update(widht=7), "widht"),
+        (lambda d: d["config"].update(depth="three"), "depth"),
+        (lambda d: d.update(format=2), "version 2"),
+        (lambda d: d.pop("format"), "damaged"),
+        (lambda d: d.pop("target"), "target"),
+        (lambda d: d.update(sha256="0"), "checksum"),
+    ],
+)
+def test_edits_are_named(change, word: str, tmp_path: Path) -> None:
+    """C2."""
+    saved(tmp_path)
+    edit(tmp_path, change)
+    refused(tmp_path, word)
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_truncated_weights(size: int, tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    refused(tmp_path, "model.safetensors", "checksum")
+    # A file that was already torn when it was described is refused as well.
+    edit(tmp_path, lambda d: d.update(sha256=sha256(path)))
+    refused(tmp_path, "model.safetensors")
+
+
+def test_missing_and_extra_tensors(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["stray"] = tensors.pop("hidden_norm.weight")
+    save_file(tensors, path)
+    edit(tmp_path, lambda d: d.update(sha256=sha256(path)))
+    refused(tmp_path, "missing hidden_norm.weight", "unexpected stray")
+
+
+@pytest.mark.parametrize("name", ["head.json", "model.safetensors"])
+def test_missing_files(name: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / name).unlink()
+    refused(tmp_path, name)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\xff\xfe"])
+def test_damaged_description(text: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "head.json").write_bytes(text.encode("latin-1"))
+    refused(tmp_path, "damaged")
