@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -209,7 +210,7 @@ class Head(nn.Module):
             fine_B &= ~(logits_BV == torch.inf).any(-1)
             logits_BV = torch.where(fine_B[:, None], logits_BV, 0.0)
             so_far = torch.stack(tokens, 1)[:, 1:].tolist()
-            law = sampling.laws(logits_BV[:, None], lambda b, n, path=so_far: path[b])[:, 0]
+            law = sampling.laws(logits_BV[:, None], partial(_row, so_far))[:, 0]
             tokens.append(law if sampling.greedy else draw(noise, law, depth))
             laws.append(law)
             valid.append(valid[-1] & fine_B.cpu())
@@ -226,6 +227,10 @@ def _last_features(features: Features, index_B: Tensor) -> LastFeatures:
     return LastFeatures(
         features["hidden"][rows, index_B], None if taps is None else taps[rows, index_B]
     )
+
+
+def _row(paths: list[list[int]], row: int, node: int) -> list[int]:
+    return paths[row]
 
 
 def draw(noise: Noise, law_BV: Tensor, node: int) -> Tensor:

@@ -39,9 +39,8 @@ class _ChunkedSums(torch.autograd.Function):
     so that no [M, D] tensor outlives its chunk."""
 
     @staticmethod
-    def forward(ctx, chunks, states_MD, depth_M, depths, *weights):  # type: ignore[no-untyped-def]
+    def forward(ctx, chunks, wanted, states_MD, depth_M, depths, *weights):  # type: ignore[no-untyped-def]
         ctx.depth_M = depth_M
-        wanted = states_MD.requires_grad or any(w.requires_grad for w in weights)
         grads = [torch.zeros_like(t) for t in (states_MD, *weights)] if wanted else []
         dtype = torch.promote_types(torch.float32, states_MD.dtype)
         loss = torch.zeros(depths, device=states_MD.device, dtype=dtype)
@@ -64,7 +63,7 @@ class _ChunkedSums(torch.autograd.Function):
         states, *weights = ctx.saved_tensors
         states = states * grad_loss[ctx.depth_M, None].to(states.dtype)
         weights = [w * grad_loss[depth].to(w.dtype) for depth, w in enumerate(weights)]
-        return None, states, None, None, *weights
+        return None, None, states, None, None, *weights
 
 
 def distil(
@@ -117,7 +116,10 @@ def distil(
 
                 yield depth, index, loss_of
 
-    loss = _ChunkedSums.apply(chunks, torch.cat(states), depth_M, len(states), *(weights or []))
+    # Asked here, since inside a Function gradients are always off.
+    wanted = torch.is_grad_enabled()
+    states_MD = torch.cat(states)
+    loss = _ChunkedSums.apply(chunks, wanted, states_MD, depth_M, len(states), *(weights or []))
     return {"loss": loss, **_hits(hit_M, depth_M, rows, ids.numel())}
 
 

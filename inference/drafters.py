@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..heads.draft import Draft, Plan
-from ..heads.protocols import Features, Noise, Sampling
+from ..heads.protocols import Features, Noise, Sampling, State
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Plain:
     taps: list[int] = []  # noqa: RUF012
     max_depth = 0
 
-    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> NoState:
-        """See `heads.base.Drafter`."""
+    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
+        """See `heads.protocols.Drafter`."""
         return NoState()
 
     def propose(
-        self, state: NoState, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+        self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
         """The root alone."""
         return Draft.root(root_B)
 
     def advance(
-        self, state: NoState, committed_BM: Tensor, count_B: Tensor, features: Features
-    ) -> NoState:
-        """See `heads.base.Drafter`."""
+        self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
+    ) -> State:
+        """See `heads.protocols.Drafter`."""
         return state

@@ -18,7 +18,7 @@ from ..heads.protocols import Purpose
 
 @dataclass
 class RowNoise:
-    """`heads.base.Noise` of one round.
+    """`heads.protocols.Noise` of one round.
 
     Attributes:
         seeds: one a row.
@@ -36,11 +36,11 @@ class RowNoise:
         return (bits >> 11) * 2.0**-53
 
     def bernoulli(self, probability: float, row: int, node: int) -> bool:
-        """See `heads.base.Noise`."""
+        """See `heads.protocols.Noise`."""
         return self.uniform(row, node, Purpose.ACCEPT) < probability
 
     def categorical(self, law_V: Tensor, row: int, node: int, purpose: Purpose) -> int:
-        """See `heads.base.Noise`; by inverse CDF, so equal laws and keys draw equal tokens."""
+        """See `heads.protocols.Noise`; by inverse CDF, so equal laws and keys draw equal tokens."""
         cdf_V = law_V.double().cumsum(0)
         threshold = cdf_V[-1:] * self.uniform(row, node, purpose)
         index = int(torch.searchsorted(cdf_V, threshold, right=True))

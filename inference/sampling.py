@@ -85,7 +85,7 @@ class Settings:
 
 @dataclass
 class RowSampling:
-    """`heads.base.Sampling` for the rows of a running batch.
+    """`heads.protocols.Sampling` for the rows of a running batch.
 
     Attributes:
         history: committed ids of each row, prompt and root included.
@@ -100,16 +100,16 @@ class RowSampling:
 
     @property
     def greedy(self) -> bool:
-        """See `heads.base.Sampling`."""
+        """See `heads.protocols.Sampling`."""
         return self.settings.greedy
 
     @property
     def raw_greedy(self) -> bool:
-        """See `heads.base.Sampling`."""
+        """See `heads.protocols.Sampling`."""
         return self.settings.greedy and not self._chain
 
     def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
-        """See `heads.base.Sampling`."""
+        """See `heads.protocols.Sampling`."""
         scores = logits_BNV.to(torch.promote_types(torch.float32, logits_BNV.dtype))
         for processor in self._chain:
             if isinstance(processor, PREFIX_FREE):

@@ -60,10 +60,10 @@ class TargetModel:
         self.window = self._sliding_window()
         self.mask_kinds = self._mask_kinds()
         self.eos_ids = self._eos_ids()
-        model.eval().requires_grad_(False) if pack else model.eval()
         self._projection = Projection(self.lm_head, self.config)
         self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
         self.packed = packed.pack_linears(self.decoder) if pack else 0
+        model.eval()
         check_target(self)
 
     @classmethod
@@ -102,8 +102,12 @@ class TargetModel:
             loaded, tokenizer = loading.load_pretrained(
                 model, gguf_file=gguf_file, revision=revision, dtype=kind, adapter=adapter
             )
-        named = {"model": model, "gguf_file": gguf_file, "revision": revision, "adapter": adapter}
-        named |= {"random": random, "seed": seed if random is not None else None}
+        named: dict[str, Any] = {"model": model, "gguf_file": gguf_file, "revision": revision}
+        named |= {
+            "adapter": adapter,
+            "random": random,
+            "seed": seed if random is not None else None,
+        }
         return cls(loaded.to(place), tokenizer, pack=pack, named=named)
 
     # -- what it is ------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def read_prompts(
         InputError: no file, or no prompt that fits.
     """
     skipped: Counter[str] = Counter()
-    prompts, categories = [], []
+    prompts: list[list[int]] = []
+    categories: list[str] = []
     room = target.spec.max_positions - new_tokens
     for _, entry in read_rows(resolve_path(path), skipped):
         if limit is not None and len(prompts) >= limit:

@@ -52,7 +52,7 @@ def row(method: Method, by_name: dict[str, Method], categories: list[str]) -> di
     tokens, seconds = sum(map(len, method.ids)), sum(method.seconds)
     equal = sum(a == b for a, b in zip(method.ids, plain.ids, strict=True))
     first_tokens = len(method.ids)
-    result = {
+    result: dict[str, Any] = {
         "name": method.name,
         "tokens": tokens,
         "seconds": seconds,
