@@ -15,6 +15,7 @@ from ..heads.base import TargetSpec
 from ..heads.errors import InputError
 from ..heads.protocols import Features
 from . import loading, packed
+from .attention import use_grouped_attention
 from .cache import SlotCache
 from .masks import KINDS, slot_masks
 from .probe import check_target
@@ -63,6 +64,8 @@ class TargetModel:
         self._projection = Projection(self.lm_head, self.config)
         self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
         self.packed = packed.pack_linears(self.decoder) if pack else 0
+        if pack:
+            use_grouped_attention(model)
         model.eval()
         check_target(self)
 

@@ -54,7 +54,7 @@ class Tape:
 
 
 class TapeNoise:
-    """`heads.base.Noise` that takes its decisions from a tape.
+    """`heads.protocols.Noise` that takes its decisions from a tape.
 
     No key (row, length, node, purpose) may be asked for twice in a run: that would be one coin
     used for two decisions.
@@ -127,7 +127,7 @@ def memoised(target: TargetModel) -> TargetModel:
             return features
         written, plain_update = [], cache.update
 
-        def update(keys: Tensor, values: Tensor, layer: int, *rest: Any) -> tuple[Tensor, Tensor]:
+        def update(keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
             written.append((keys.clone(), values.clone(), layer))
             return plain_update(keys, values, layer)
 

@@ -95,40 +95,49 @@ def test_a_step_of_training_lowers_the_loss(make: Make) -> None:
 
 
 @torch.no_grad()
+def test_training_features_are_decoding_features(make: Make) -> None:
+    target, batch = tiny(), batch_of([20, 13])
+    taps, ids = make(target).taps, batch["ids"]
+    whole = target.features(ids, batch["length"], taps)
+    cache = target.new_cache(2, 32)
+    parts = [target.prefill(ids[:, :9], [9, 6], cache, taps)]
+    chain = torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    nodes = torch.stack([ids[0, 9:13], ids[1, 6:10]])
+    parts.append(target.forward(nodes, cache, chain, None, taps))
+    for name, expected in whole.items():
+        scale = expected.abs().max()
+        for row, start in enumerate([9, 6]):
+            torch.testing.assert_close(
+                torch.cat([parts[0][name][row, :start], parts[1][name][row]]) / scale,
+                expected[row, : start + 4] / scale,
+                rtol=0,
+                atol=1e-5,
+            )
+
+
+@torch.no_grad()
 def test_training_states_are_decoding_states(make: Make) -> None:
     """At each prefix, slot k's logits in training, on the text, are those of a decoding step."""
-    target, batch = tiny(), batch_of([12, 9], prompt=1)
+    target, batch = double(), batch_of([12, 9], prompt=1)
     head, ids = make(target), batch["ids"]
     features = features_of(target, head, batch)
-    time = ids.shape[1]
-    rows = [torch.arange(2 * time) for _ in range(DEPTH)]
-    padded = {"ids": torch.nn.functional.pad(ids, (0, DEPTH))}  # so that no row lacks tokens
-    wide = {name: torch.cat([f, f[:, :DEPTH]], 1) for name, f in features.items()}
-    unrolled = head.unroll(padded, wide, [r // time * (time + DEPTH) + r % time for r in rows])
-    start, count = 4, torch.tensor([2, 3])
-    length = torch.tensor([start, start])
-    cache = target.new_cache(2, 32)
-    early = target.prefill(ids[:, :start], [start, start], cache, head.taps)
-    states = [(length, head.start(ids[:, : start + 1], length, early))]
-    # A round that commits 2 and 3 tokens, from a forward over 4 nodes.
-    chain = torch.ones(1, 4, 4, dtype=torch.bool).tril()
-    late = target.forward(ids[:, start : start + 4], cache, chain, None, head.taps)
-    committed = ids[:, start + 1 : start + 4]
-    states.append((length + count, head.advance(states[0][1], committed, count, late)))
-    for read, state in states:
+    time, both = ids.shape[1], torch.arange(2)
+    chosen = both * time + torch.tensor([3, 3])  # before the round; then two and three further on
+    early = head.unroll(batch, features, [chosen] * DEPTH)
+    late = head.unroll(batch, features, [chosen + torch.tensor([2, 3])] * DEPTH)
+    length, count = torch.tensor([4, 4]), torch.tensor([2, 3])
+    state = head.start(ids[:, :5], length, {name: f[:, :4] for name, f in features.items()})
+    nodes = {name: f[:, 4:8] for name, f in features.items()}  # root, two accepted, one rejected
+    after = head.advance(state, ids[:, 5:8], count, nodes)
+    for now, read, expected in ((state, length, early), (after, length + count, late)):
         memo: dict[str, Tensor] = {}
-        tokens = [ids[torch.arange(2), read]]
         for k in range(1, DEPTH + 1):
-            got = head.draft_logits(head.step(state, tokens, memo), k)
-            at = unrolled[k - 1].view(2, time, -1)[torch.arange(2), read - 1]
-            torch.testing.assert_close(got, head.draft_logits(at, k), rtol=1e-5, atol=1e-5)
-            tokens.append(ids[torch.arange(2), read + k])
-        one = state.select(torch.tensor([1]))
-        alone = head.step(one, [ids[1:, int(read[1])]], {})
-        torch.testing.assert_close(
-            head.draft_logits(alone, 1),
-            head.draft_logits(head.step(state, tokens[:1], {})[1:], 1),
-        )
+            tokens = [ids[both, read + j] for j in range(k)]
+            got = head.draft_logits(head.step(now, tokens, memo), k)
+            torch.testing.assert_close(got, head.draft_logits(expected[k - 1], k))
+            if k == 1:
+                one = head.step(now.select(torch.tensor([1])), [tokens[0][1:]], {})
+                torch.testing.assert_close(head.draft_logits(one, 1), got[1:])
 
 
 @pytest.mark.parametrize("sampled", [False, True])

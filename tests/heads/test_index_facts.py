@@ -12,7 +12,8 @@ import torch
 from fixtures import LLAMA, batch_of, make_head, stock
 from torch import Tensor
 
-from selfdraft.heads.base import Head, loss_rows
+from selfdraft.heads.base import Head
+from selfdraft.heads.losses import loss_rows
 from selfdraft.inference.target import TargetModel
 
 DEPTH = 3
@@ -26,7 +27,7 @@ def target() -> TargetModel:
 
 def packed_batch() -> dict[str, Tensor]:
     """Rows of two documents each, with padding and holes in the mask."""
-    batch = batch_of([24, 17, 9], prompt=4, vocab=4)
+    batch = batch_of([60, 37, 9], prompt=4, vocab=4)
     batch["document"] = torch.zeros_like(batch["ids"])
     batch["document"][0, 11:] = 1
     batch["document"][1, 5:] = 1
