@@ -107,7 +107,7 @@ class Head(nn.Module):
         """
         super().__init__()
         self.config, self.spec, self.name = config, spec, self.kind
-        self.taps = sorted({min(max(tap, 0), spec.num_layers) for tap in config.taps})
+        self.taps = tap_layers(config.taps, spec.num_layers)
         self.max_depth = config.depth
         self.register_buffer("draft_ids", draft_ids)
         self._project: Callable[[Tensor], Tensor] | None = None
@@ -219,6 +219,11 @@ class Head(nn.Module):
             return Draft.chain(ids_BN, valid_BN=valid_BN)
         laws.append(torch.zeros_like(laws[0]))
         return Draft.chain(ids_BN, torch.stack(laws, 1), valid_BN)
+
+
+def tap_layers(taps: list[int], layers: int) -> list[int]:
+    """The taps of a config on a target of `layers` layers: shallow targets shift them down."""
+    return sorted({min(max(tap, 0), layers) for tap in taps})
 
 
 def _last_features(features: Features, index_B: Tensor) -> LastFeatures:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ class Commit(NamedTuple):
     row: int
     tokens: list[int]
     finish: str | None
+
+
+class Record(Protocol):
+    """Collects the target's states of the tokens that rows read.
+
+    Attributes:
+        taps: layers wanted beside the final state.
+    """
+
+    taps: list[int]
+
+    def add(self, row: int, features: Features) -> None:
+        """States [M, ..] of the next M tokens that row `row` has read."""
 
 
 @dataclass
@@ -81,9 +94,12 @@ class Batch:
         settings: Settings,
         plan: Plan,
         stats: Stats,
+        record: Record | None = None,
     ) -> None:
         self.target, self.drafter, self.rows = target, drafter, rows
-        self.plan, self.stats = plan, stats
+        self.plan, self.stats, self.record = plan, stats, record
+        self.taps = sorted({*drafter.taps, *(record.taps if record else [])})
+        assert record is None or drafter.taps in ([], record.taps), "drafter and record differ"
         self.sampling = RowSampling(settings, [list(row.prompt) for row in rows])
         longest = max(len(row.prompt) + row.limit for row in rows)
         first = max(len(row.prompt) for row in rows)
@@ -97,13 +113,16 @@ class Batch:
         lengths = [len(row.prompt) for row in rows]
         with stats.timed("prefill"):
             ids_BT = _padded([[*row.prompt, 0] for row in rows], target.device)
-            features = target.prefill(ids_BT[:, :-1], lengths, self.cache, self.drafter.taps)
+            features = target.prefill(ids_BT[:, :-1], lengths, self.cache, self.taps)
             last_B = torch.tensor(lengths, device=target.device) - 1
             hidden_BD = features["hidden"][torch.arange(len(rows)), last_B]
             laws = self.sampling.laws(target.logits(hidden_BD)[:, None], lambda b, n: [])[:, 0]
             roots = laws.tolist() if self.sampling.greedy else self._draw(laws, lengths)
             ids_BT[torch.arange(len(rows)), last_B + 1] = torch.tensor(roots, device=target.device)
             self.state = self.drafter.start(ids_BT, last_B + 1, features)
+        if self.record is not None:
+            for b, row in enumerate(rows):
+                self.record.add(row.index, {k: v[b, : lengths[b]] for k, v in features.items()})
         stats.rows += len(rows)
         stats.tokens += len(rows)
         stats.forwards += 1
@@ -126,13 +145,17 @@ class Batch:
             draft = self.drafter.propose(self.state, root_B, plan, sampling, noise)
         with stats.timed("target"):
             features = target.forward(
-                draft.ids_BN, self.cache, draft.ancestors(), _depths(draft), self.drafter.taps
+                draft.ids_BN, self.cache, draft.ancestors(), _depths(draft), self.taps
             )
             logits_BNV = target.logits(features["hidden"])
         with stats.timed("verify"):
             laws = sampling.laws(logits_BNV, _paths(draft))
             verdicts = verify(draft, laws, noise)
         stats.forwards += 1
+        if self.record is not None:
+            for b, row in enumerate(self.rows):
+                path = verdicts[b].path
+                self.record.add(row.index, {k: v[b, path] for k, v in features.items()})
         self.cache.keep([verdict.path for verdict in verdicts])
         commits = self._commit(verdicts, draft)
         self._advance(verdicts, features)
@@ -190,11 +213,12 @@ def decode(
     settings: Settings,
     plan: Plan,
     stats: Stats,
+    record: Record | None = None,
 ) -> Iterator[list[Commit]]:
     """Decodes `rows` together and yields what each round emits, the prefill's tokens first."""
     start = time.perf_counter()
     before = sum(stats.seconds.values())
-    batch = Batch(target, drafter, rows, settings, plan, stats)
+    batch = Batch(target, drafter, rows, settings, plan, stats, record)
     commits = batch.prefill()
     while True:
         spent = time.perf_counter() - start

@@ -15,7 +15,7 @@ from ..heads.draft import Plan
 from ..heads.errors import InputError, nearest
 from ..heads.protocols import Drafter
 from . import packed
-from .decode import Row, decode
+from .decode import Record, Row, decode
 from .drafters import Plain
 from .prompts import prompt_ids, stop_rule
 from .sampling import Settings
@@ -126,6 +126,7 @@ class Speculator:
         num_return_sequences: int = 1,
         chat: bool = True,
         batch_size: int = 32,
+        record: Record | None = None,
         **sampling: Any,
     ) -> Generation:
         """Generates for one prompt or a list of prompts.
@@ -137,6 +138,7 @@ class Speculator:
             stop_strings: the token that completes one of them is the last.
             seed: an int s gives output row i the seed s + i; a list gives one a row.
             batch_size: rows decoded together at most.
+            record: is handed the target's states of every token read, by output row.
             sampling: fields of `Settings`: do_sample, temperature, top_k, top_p, min_p,
                 repetition_penalty, logits_processor.
         Raises:
@@ -152,7 +154,7 @@ class Speculator:
         stats = Stats()
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            for _ in decode(self.target, self.drafter, batch, settings, self.plan, stats):
+            for _ in decode(self.target, self.drafter, batch, settings, self.plan, stats, record):
                 continue
         return Generation(
             [self._text(row.new) for row in rows],

@@ -13,6 +13,7 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.answers import answer_all, open_answers, plan_requests, read_prompts
 from selfdraft.train.config import Answer, TrainConfig, load_config
+from selfdraft.train.recording import Recorder
 
 
 def prepare(config: TrainConfig) -> int:
@@ -21,7 +22,9 @@ def prepare(config: TrainConfig) -> int:
     target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
     speculator = Speculator(target)
 
-    def generate(ids: list[list[int]], answer: Answer, seeds: list[int]) -> list[list[int]]:
+    def generate(
+        ids: list[list[int]], answer: Answer, seeds: list[int], record: Recorder | None
+    ) -> list[list[int]]:
         return speculator.generate(
             ids,
             max_new_tokens=config.data.max_new_tokens,
@@ -30,6 +33,7 @@ def prepare(config: TrainConfig) -> int:
             top_p=answer.top_p,
             seed=seeds,
             batch_size=len(ids),
+            record=record,
         ).token_ids
 
     requests, too_long = plan_requests(config, target, prompts)

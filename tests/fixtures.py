@@ -51,7 +51,7 @@ MICRO = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.7,
+    "initializer_range": 0.45,
     "eos_token_id": 2,
 }
 

@@ -22,10 +22,11 @@ from .chat import Message, RowError, prompt_key, prompt_messages
 from .config import Answer, TrainConfig, resolve_path
 from .data import check_limits, read_rows
 from .meta import check_settings, read_meta, write_meta
+from .recording import RecordedStates, Recorder
 
-Generate = Callable[[list[list[int]], Answer, list[int]], list[list[int]]]
-"""(prompts, entry of data.answers, a seed a prompt) -> new tokens of each prompt, a final
-EOS included."""
+Generate = Callable[[list[list[int]], Answer, list[int], Recorder | None], list[list[int]]]
+"""(prompts, entry of data.answers, a seed a prompt, what collects states) -> new tokens of each
+prompt, a final EOS included."""
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,24 @@ def _seeds(path: Path) -> set[int]:
 def answer_all(
     config: TrainConfig, target: TargetModel, requests: list[Request], generate: Generate
 ) -> int:
-    """Answers `requests` in batches and appends them to `config.answers_file`.
+    """Answers `requests` in batches and appends them to `config.answers_file`.  The states that the
+    target has on the way are kept for the feature cache, up to its size cap.
 
     Returns:
         number of new tokens.
     """
     tokens, begin = 0, time.perf_counter()
+    states = RecordedStates(config, target)
+    room = config.data.features.max_gb * 1e9 if config.data.features.cache else 0
     bar = tqdm(total=len(requests), desc="answers", unit="row", disable=not requests)
     with bar, config.answers_file.open("a", encoding="utf-8") as file:
         for batch in _batches(requests, config.data.answer_batch_size):
-            answers = generate([r.ids for r in batch], batch[0].answer, [r.seed for r in batch])
+            recorder = Recorder(states.taps, states.dtype) if room > 0 else None
+            seeds = [request.seed for request in batch]
+            answers = generate([r.ids for r in batch], batch[0].answer, seeds, recorder)
+            if recorder is not None:
+                ids = [r.ids + answer for r, answer in zip(batch, answers, strict=True)]
+                room -= states.write([(i, recorder.states(b, len(i))) for b, i in enumerate(ids)])
             rows = [_row(r, ids, target) for r, ids in zip(batch, answers, strict=True)]
             file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             file.flush()

@@ -1,8 +1,9 @@
 """The target's features, on disk or computed for each batch.
 
 The states of all documents are computed once, in chunks whose composition depends on the documents
-alone.  A chunk that is missing or damaged is computed again as a whole, so what a run reads does
-not depend on where earlier ones were interrupted.
+alone: taken from what was recorded while the target answered, computed where nothing was.  A chunk
+that is missing or damaged is made again as a whole, so what a run reads does not depend on where
+earlier ones were interrupted.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from ..heads.protocols import Features
 from ..inference.target import TargetModel
 from .config import FeaturesConfig
 from .data import Document, collate
+from .recording import DTYPES, RecordedStates
 from .tracking import is_main, say
 
 INDEX, FORMAT = "index.json", 1
 CHUNK_ROWS, CHUNK_TOKENS = 64, 8192
 """Bounds of a chunk: documents, and tokens once padded, so that a forward fits in memory."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FeatureSource(Protocol):
@@ -71,8 +72,10 @@ class FeatureCache:
         documents: list[Document],
         taps: list[int],
         config: FeaturesConfig,
+        recorded: RecordedStates | None = None,
     ) -> None:
         self.folder, self.target, self.taps, self.config = folder, target, taps, config
+        self.recorded = recorded
         self.chunks = make_chunks(documents)
         self.fingerprint = fingerprint(target, documents, taps, config.dtype)
         self.tokens = sum(len(d.ids) for d in documents)
@@ -133,6 +136,8 @@ class FeatureCache:
             self._write_index(done)
             progress.update()
         progress.close()
+        if self.recorded is not None:
+            self.recorded.remove()
 
     def _usable(self) -> dict[str, str]:
         """Checksums of the chunks that are whole; clears the folder of another fingerprint."""
@@ -174,7 +179,16 @@ class FeatureCache:
 
     def _compute_chunk(self, number: int) -> dict[str, Tensor]:
         dtype = DTYPES[self.config.dtype]
-        rows = compute(self.target, self.chunks[number], self.taps, dtype)
+        chunk = self.chunks[number]
+        known: dict[int, Features] = {}
+        if self.recorded is not None:
+            found = {d.row: self.recorded.get(d.ids) for d in chunk}
+            known = {row: states for row, states in found.items() if states is not None}
+        missing = [document for document in chunk if document.row not in known]
+        if missing:
+            computed = compute(self.target, missing, self.taps, dtype)
+            known |= {d.row: states for d, states in zip(missing, computed, strict=True)}
+        rows = [known[document.row] for document in chunk]
         return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
 
     # -- reading ---------------------------------------------------------------------------------
@@ -197,6 +211,7 @@ def open_features(
     target: TargetModel,
     documents: list[Document],
     taps: list[int],
+    recorded: RecordedStates | None = None,
 ) -> FeatureSource:
     """The source that the config asks for, ready to read.
 
@@ -205,7 +220,7 @@ def open_features(
     """
     if not config.cache:
         return OnlineFeatures(target, taps, config.dtype)
-    cache = FeatureCache(folder, target, documents, taps, config)
+    cache = FeatureCache(folder, target, documents, taps, config, recorded)
     cache.prepare()
     return cache
 

@@ -20,8 +20,19 @@ from .data import Document, Documents, token_counts
 from .tracking import say
 
 
+def use_all_cores() -> None:
+    """Undoes the one CPU thread that `accelerate launch` gives a lone process unless told."""
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ  # every launch sets it
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    cores = len(os.sched_getaffinity(0))
+    if launched and alone and torch.get_num_threads() == 1 and cores > 1:
+        torch.set_num_threads(cores)
+        say(f"{cores} CPU threads; choose with accelerate's --num_cpu_threads_per_process")
+
+
 def load_target(config: TrainConfig) -> TargetModel:
     """The target, on this process's own GPU where there are several."""
+    use_all_cores()
     fields = config.target.model_dump()
     local = os.environ.get("LOCAL_RANK")
     if local is not None and fields["device"] in ("auto", "cuda") and torch.cuda.is_available():

@@ -31,6 +31,7 @@ from .config import TrainConfig
 from .data import Documents, check_data, load_documents
 from .distill import open_features
 from .evaluate import evaluate
+from .recording import RecordedStates
 from .step import Batches, Stepper, learning_rate
 from .tracking import MetricsFile, Tracker, is_main, say, wandb_mode
 
@@ -110,6 +111,7 @@ class Trainer:
             target,
             documents.train + documents.eval,
             self.module.taps,
+            RecordedStates(config, target),
         )
         self.batches = Batches(
             documents.train,

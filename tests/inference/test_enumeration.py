@@ -174,9 +174,9 @@ def wrong_eos(monkeypatch: Any) -> None:
     "damage", [wrong_residual, wrong_laws, wrong_cache, wrong_history, wrong_eos]
 )
 def test_a_wrong_loop_is_caught(damage: Callable, monkeypatch) -> None:
-    target = memoised(micro(4, 2))
+    target = memoised(micro(4, 4))
     head = make_head("hydra", target.spec, depth=2, scale=0.5)
-    settings = {"repetition_penalty": 1.8, "top_k": 3}
+    settings = {"repetition_penalty": 3.0}
     damage(monkeypatch)
-    got = decode_law(monkeypatch, target, head, [[1]], max_new_tokens=4, **settings)
-    assert distance(got, target_law(target, [[1]], 4, law_of(**settings))) > BIASED
+    got = decode_law(monkeypatch, target, head, [[1]], max_new_tokens=3, **settings)
+    assert distance(got, target_law(target, [[1]], 3, law_of(**settings))) > BIASED

@@ -129,7 +129,9 @@ def random_law(seed: int, vocab: int) -> Law:
         generator = torch.Generator().manual_seed(hash((seed, prefix)) % 2**63)
         logits = 2 * torch.randn(vocab, generator=generator, dtype=torch.float64)
         if seed % 2:
-            logits[torch.randperm(vocab, generator=generator)[: vocab // 3 + (vocab > 3)]] = -torch.inf
+            logits[
+                torch.randperm(vocab, generator=generator)[: vocab // 3 + (vocab > 3)]
+            ] = -torch.inf
         return logits.softmax(0)
 
     return law

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from chats import CHAT, make_config
 
 from selfdraft.heads.errors import InputError
@@ -19,11 +20,13 @@ class Answering:
     def __init__(self, batches: int = 100) -> None:
         self.left, self.sizes = batches, []
 
-    def __call__(self, prompts, answer, seeds):
+    def __call__(self, prompts, answer, seeds, record):
         if not self.left:
             raise KeyboardInterrupt
         self.left -= 1
         self.sizes.append([len(prompt) for prompt in prompts])
+        for row, prompt in enumerate(prompts):
+            record.add(row, {"hidden": torch.zeros(len(prompt) + 2, 4)})
         return [[seed, len(p), 5] for seed, p in zip(seeds, prompts, strict=True)]
 
 

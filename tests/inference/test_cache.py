@@ -1,0 +1,132 @@
+"""SlotCache: ragged rows, kept side branches, growth and selection."""
+
+import pytest
+import torch
+from fixtures import PROMPTS, TARGETS, double
+
+from selfdraft.heads import Draft
+from selfdraft.inference.cache import GROWTH, SlotCache
+from selfdraft.inference.target import TargetModel
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def states(target: TargetModel, ids: list[int]) -> torch.Tensor:
+    """[T, D] states of one pass without a cache."""
+    return target.features(torch.tensor([ids]), torch.tensor([len(ids)]), [])["hidden"][0]
+
+
+def prefilled(target: TargetModel, prompts: list[list[int]], capacity: int = 64) -> SlotCache:
+    cache = target.new_cache(len(prompts), capacity)
+    longest = max(map(len, prompts))
+    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
+    target.prefill(ids, [len(ids) for ids in prompts], cache, [])
+    return cache
+
+
+def read(target: TargetModel, cache: SlotCache, draft: Draft) -> torch.Tensor:
+    nodes = draft.ids_BN.shape[1]
+    depths = torch.tensor([d + [0] * (nodes - len(d)) for d in draft.depths()])
+    with torch.no_grad():
+        return target.forward(draft.ids_BN, cache, draft.ancestors(), depths, [])["hidden"]
+
+
+def tree(rows: int, seed: int = 0) -> Draft:
+    """Two branches below the root, each going on, and a third child; ids differ by row."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.tensor([-1, 0, 0, 1, 2, 4, 0])
+    shape = (rows, len(parents))
+    return Draft(
+        torch.randint(0, 320, shape, generator=generator),
+        parents.expand(shape),
+        torch.zeros(shape, dtype=torch.bool),
+        torch.ones(shape, dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
+def test_kept_side_branches_equal_recomputing(name: str) -> None:
+    """Three rounds of trees, each row keeps a branch of its own, far past a window of 16."""
+    target = double(name)
+    texts = [list(ids) for ids in PROMPTS]
+    cache = prefilled(target, texts)
+    keeps = [[0, 2, 4, 5], [0], [0, 1, 3], [0, 6]]
+    for turn in range(3):
+        draft = tree(len(texts), turn)
+        hidden = read(target, cache, draft)
+        for row, ids in enumerate(texts):
+            for node in range(draft.ids_BN.shape[1]):
+                path = draft.ids_BN[row, draft.path(row, node)].tolist()
+                torch.testing.assert_close(
+                    hidden[row, node], states(target, ids + path)[-1], **CLOSE
+                )
+        paths = keeps[turn:] + keeps[:turn]
+        cache.keep(paths)
+        for row, path in enumerate(paths):
+            texts[row] += draft.ids_BN[row, path].tolist()
+        assert cache.lengths == [len(ids) for ids in texts]
+
+
+def test_rows_of_unlike_drafts() -> None:
+    """A padded row's last nodes disturb nobody."""
+    target = double()
+    cache = prefilled(target, PROMPTS[:2])
+    draft = tree(2)
+    draft.valid_BN[1, 3:] = False
+    hidden = read(target, cache, draft)
+    for row, nodes in enumerate([7, 3]):
+        for node in range(nodes):
+            path = draft.ids_BN[row, draft.path(row, node)].tolist()
+            expected = states(target, PROMPTS[row] + path)[-1]
+            torch.testing.assert_close(hidden[row, node], expected, **CLOSE)
+
+
+def test_rejected_slots_are_overwritten_and_never_read() -> None:
+    target = double()
+    cache = prefilled(target, PROMPTS[:2])
+    read(target, cache, tree(2))
+    cache.keep([[0], [0, 1]])
+    for buffer in (*cache.keys, *cache.values):
+        for row, length in enumerate(cache.lengths):
+            buffer[row, :, length:] = 1e3  # whatever a rejected draft left there
+    draft = Draft.chain(torch.tensor([[5, 6, 7], [8, 9, 10]]))
+    hidden = read(target, cache, draft)
+    roots = tree(2).ids_BN
+    texts = [PROMPTS[0] + roots[0, :1].tolist(), PROMPTS[1] + roots[1, :2].tolist()]
+    for row, ids in enumerate(texts):
+        expected = states(target, ids + draft.ids_BN[row].tolist())[-3:]
+        torch.testing.assert_close(hidden[row], expected, **CLOSE)
+
+
+def test_grows_and_keeps_what_it_holds() -> None:
+    target = double("llama", max_position_embeddings=2 * GROWTH)
+    prompts = [list(range(GROWTH - 3)), [4, 5]]
+    cache = prefilled(target, prompts, capacity=GROWTH - 3)
+    assert cache.capacity == GROWTH
+    hidden = read(target, cache, tree(2))
+    assert cache.capacity == 2 * GROWTH
+    assert cache.keys[0].shape[2] == 2 * GROWTH
+    assert cache.nbytes() == 2 * 2 * 2 * 2 * 2 * GROWTH * 16 * 8  # k/v, layers, rows, heads, ..
+    for row, ids in enumerate(prompts):
+        path = tree(2).ids_BN[row, [0, 2, 4, 5]].tolist()
+        torch.testing.assert_close(hidden[row, 5], states(target, ids + path)[-1], **CLOSE)
+
+
+def test_select_takes_rows_in_order() -> None:
+    target = double()
+    cache = prefilled(target, PROMPTS)
+    cache.select([3, 1])
+    assert cache.lengths == [len(PROMPTS[3]), len(PROMPTS[1])]
+    assert cache.get_seq_length() == 30
+    draft = Draft.chain(torch.tensor([[5, 6], [7, 8]]))
+    hidden = read(target, cache, draft)
+    for row, ids in enumerate([PROMPTS[3], PROMPTS[1]]):
+        expected = states(target, ids + draft.ids_BN[row].tolist())[-2:]
+        torch.testing.assert_close(hidden[row], expected, **CLOSE)
+
+
+def test_layers_are_those_of_the_target() -> None:
+    cache = double().new_cache(3, 1)
+    assert len(cache.keys) == len(cache.values) == TARGETS["llama"]["num_hidden_layers"]
+    assert cache.lengths == [0, 0, 0]
+    assert cache.nbytes() == 0
