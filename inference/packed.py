@@ -69,18 +69,72 @@ class PackedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, packed"
 
 
-def pack_linears(model: nn.Module, keep: nn.Module | None = None) -> int:
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears of one parent that read the same input: one product serves all of them."""
+
+
+class _SharedProduct:
+    """The products of several linears with one input, computed when the first of them is asked."""
+
+    def __init__(self, sources: list[nn.Linear]) -> None:
+        weight = torch.cat([source.weight.detach() for source in sources])
+        biases = [source.bias for source in sources if source.bias is not None]
+        self.product = _packed(weight, torch.cat(biases).detach() if biases else None)
+        self._memo: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, last: bool) -> Tensor:
+        # Read and written whole, so that two threads can only compute twice, never mix inputs.
+        memo = self._memo
+        if memo is None or memo[0] is not x:
+            memo = (x, self.product(x))
+        self._memo = None if last else memo
+        return memo[1]
+
+
+class SharedLinear(nn.Module):
+    """One of several linears with the same input.  No gradient passes through it."""
+
+    def __init__(self, shared: _SharedProduct, start: int, source: nn.Linear, last: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.shared, self.last = shared, last
+        self.columns = slice(start, start + source.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x [.., in_features].  Returns [.., out_features]."""
+        return self.shared(x, self.last)[..., self.columns]
+
+
+def pack_linears(model: nn.Module) -> int:
     """Replaces the linears below `model` in place and frees their weights.
 
-    Args:
-        keep: a module left as it is (the lm_head, whose dense weight serves gradients).
     Returns:
         how many were replaced; 0 where the operators do not exist.
     """
     count = 0
     for parent in list(model.modules()):
+        count += sum(_share(parent, names) for names in SIBLINGS)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not keep and packable(child.weight):
+            if _is_packable(child):
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
+
+
+def _is_packable(module: nn.Module | None) -> bool:
+    return type(module) is nn.Linear and packable(module.weight)
+
+
+def _share(parent: nn.Module, names: tuple[str, ...]) -> int:
+    """Replaces siblings by one product, where all are there and alike; returns how many."""
+    sources = [getattr(parent, name, None) for name in names]
+    if not all(map(_is_packable, sources)):
+        return 0
+    linears = [source for source in sources if isinstance(source, nn.Linear)]
+    if len({(source.in_features, source.bias is None) for source in linears}) > 1:
+        return 0
+    shared, start = _SharedProduct(linears), 0
+    for name, source in zip(names, linears, strict=True):
+        setattr(parent, name, SharedLinear(shared, start, source, name == names[-1]))
+        start += source.out_features
+    return len(linears)

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from fixtures import PROMPTS, TARGETS, double
+from fixtures import CLOSE, PROMPTS, TARGETS, double, precise
 
 from selfdraft.heads import Draft
 from selfdraft.inference.cache import GROWTH, SlotCache
 from selfdraft.inference.target import TargetModel
-
-CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def states(target: TargetModel, ids: list[int]) -> torch.Tensor:
@@ -47,7 +45,7 @@ def tree(rows: int, seed: int = 0) -> Draft:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
 def test_kept_side_branches_equal_recomputing(name: str) -> None:
     """Three rounds of trees, each row keeps a branch of its own, far past a window of 16."""
-    target = double(name)
+    target = precise(name)
     texts = [list(ids) for ids in PROMPTS]
     cache = prefilled(target, texts)
     keeps = [[0, 2, 4, 5], [0], [0, 1, 3], [0, 6]]
@@ -78,7 +76,7 @@ def test_rows_of_unlike_drafts() -> None:
         for node in range(nodes):
             path = draft.ids_BN[row, draft.path(row, node)].tolist()
             expected = states(target, PROMPTS[row] + path)[-1]
-            torch.testing.assert_close(hidden[row, node], expected, **CLOSE)
+            torch.testing.assert_close(hidden[row, node], expected, **CLOSE[target.dtype])
 
 
 def test_rejected_slots_are_overwritten_and_never_read() -> None:
@@ -95,7 +93,7 @@ def test_rejected_slots_are_overwritten_and_never_read() -> None:
     texts = [PROMPTS[0] + roots[0, :1].tolist(), PROMPTS[1] + roots[1, :2].tolist()]
     for row, ids in enumerate(texts):
         expected = states(target, ids + draft.ids_BN[row].tolist())[-3:]
-        torch.testing.assert_close(hidden[row], expected, **CLOSE)
+        torch.testing.assert_close(hidden[row], expected, **CLOSE[target.dtype])
 
 
 def test_grows_and_keeps_what_it_holds() -> None:
@@ -109,7 +107,8 @@ def test_grows_and_keeps_what_it_holds() -> None:
     assert cache.nbytes() == 2 * 2 * 2 * 2 * 2 * GROWTH * 16 * 8  # k/v, layers, rows, heads, ..
     for row, ids in enumerate(prompts):
         path = tree(2).ids_BN[row, [0, 2, 4, 5]].tolist()
-        torch.testing.assert_close(hidden[row, 5], states(target, ids + path)[-1], **CLOSE)
+        expected = states(target, ids + path)[-1]
+        torch.testing.assert_close(hidden[row, 5], expected, **CLOSE[target.dtype])
 
 
 def test_select_takes_rows_in_order() -> None:
@@ -122,7 +121,7 @@ def test_select_takes_rows_in_order() -> None:
     hidden = read(target, cache, draft)
     for row, ids in enumerate([PROMPTS[3], PROMPTS[1]]):
         expected = states(target, ids + draft.ids_BN[row].tolist())[-2:]
-        torch.testing.assert_close(hidden[row], expected, **CLOSE)
+        torch.testing.assert_close(hidden[row], expected, **CLOSE[target.dtype])
 
 
 def test_layers_are_those_of_the_target() -> None:

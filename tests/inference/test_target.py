@@ -4,7 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import EOS, LLAMA, PROMPTS, TARGETS, VOCAB, batch_of, double, plain, stock, tiny
+from fixtures import (
+    CLOSE,
+    EOS,
+    LLAMA,
+    PROMPTS,
+    TARGETS,
+    VOCAB,
+    batch_of,
+    double,
+    plain,
+    precise,
+    stock,
+    tiny,
+)
 from torch import nn
 
 from selfdraft.heads import InputError
@@ -82,7 +95,7 @@ def test_plain_greedy_is_transformers_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
 def test_prefill_in_chunks_equals_one_pass(name: str, monkeypatch) -> None:
-    target, lengths = double(name), [37, 8, 20, 1]
+    target, lengths = precise(name), [37, 8, 20, 1]
     batch = batch_of(lengths)
     whole = target.features(batch["ids"], batch["length"], [0, 2])
     monkeypatch.setattr(target_module, "PREFILL_CHUNK", 8)
@@ -93,7 +106,7 @@ def test_prefill_in_chunks_equals_one_pass(name: str, monkeypatch) -> None:
     for row, length in enumerate(lengths):
         for name_ in whole:
             got, expected = chunked[name_][row, :length], whole[name_][row, :length]
-            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(got, expected, **CLOSE[target.dtype])
 
 
 def test_a_rows_features_do_not_depend_on_the_others() -> None:
@@ -207,10 +220,6 @@ def test_chat_ids_and_eos() -> None:
 @pytest.mark.parametrize("fields", [RECURRENT, ALIBI], ids=["recurrent", "ALiBi"])
 def test_models_that_cannot_be_drafted_for_are_refused(fields: dict[str, Any]) -> None:
     refused(fields["model_type"], "Supported", random=fields, device="cpu")
-
-
-class OtherScale(nn.Module):
-    """A model whose logits are scaled in a way that is not known here."""
 
 
 def test_unknown_scaling_of_logits_is_refused() -> None:
