@@ -204,16 +204,15 @@ class Speculator:
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: Any = None,
-        attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """`target_model.generate(ids, custom_generate=spec)`: transformers' left-padded ids in,
         the same form out.  Its own processors and stopping criteria are honoured."""
         from .custom_generate import run
 
-        return run(
-            self, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config
-        )
+        # transformers passes a mask twice where the signature names one.
+        mask = kwargs.get("attention_mask")
+        return run(self, input_ids, mask, logits_processor, stopping_criteria, generation_config)
 
     def _rows(
         self,

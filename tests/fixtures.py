@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfdraft.heads import HEADS, Draft, Head, Plan, TargetSpec
@@ -198,14 +198,12 @@ class Scripted:
         )
 
 
-class Broken(nn.Module):
-    """A head's lm_head states replaced by a constant value, NaN or infinity."""
+def spoiled_head(kind: str, spec: TargetSpec, value: float) -> Head:
+    """A head whose logits are one value everywhere: NaN, infinity or a constant."""
+    head = make_head(kind, spec)
 
-    def __init__(self, head: Head, value: float) -> None:
-        super().__init__()
-        self.head, self.value = head, value
-        self.name, self.taps, self.max_depth = head.name, head.taps, head.max_depth
-        head.draft_logits = lambda hidden_BD, depth: hidden_BD.new_full(  # type: ignore[method-assign]
-            (len(hidden_BD), head.spec.vocab_size), value
-        )
-        self.start, self.propose, self.advance = head.start, head.propose, head.advance
+    def logits(hidden_BD: Tensor, depth: int) -> Tensor:
+        return hidden_BD.new_full((len(hidden_BD), spec.vocab_size), value)
+
+    head.draft_logits = logits  # type: ignore[method-assign]
+    return head

@@ -56,7 +56,7 @@ def test_kept_side_branches_equal_recomputing(name: str) -> None:
             for node in range(draft.ids_BN.shape[1]):
                 path = draft.ids_BN[row, draft.path(row, node)].tolist()
                 torch.testing.assert_close(
-                    hidden[row, node], states(target, ids + path)[-1], **CLOSE
+                    hidden[row, node], states(target, ids + path)[-1], **CLOSE[target.dtype]
                 )
         paths = keeps[turn:] + keeps[:turn]
         cache.keep(paths)
