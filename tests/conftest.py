@@ -8,8 +8,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-# The tests' models are too small for threads to pay; more than two also disturb neighbours.
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# The tests' models are too small for threads to pay, and on a busy machine threads wait for one
+# another: 40 times the time for the real model was met.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -83,7 +83,7 @@ def double(name: str = "llama", **fields: Any) -> TargetModel:
 
 
 def precise(name: str) -> TargetModel:
-    """In float64 where the family computes in it; Gemma 2's attention takes its softmax in float32."""
+    """In float64 where the family computes in it; Gemma 2's softmax is taken in float32."""
     return tiny(name) if name == "gemma2" else double(name)
 
 
@@ -105,7 +105,9 @@ def make_head(
     """A head with random weights, in the target's dtype; `scale` 0 leaves it as it starts."""
     config = HEADS[kind].Config(kind=kind, depth=depth, **fields)
     ids = None if draft_ids is None else torch.tensor(draft_ids)
-    head = HEADS[kind](config, spec, ids).to(spec.dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = HEADS[kind](config, spec, ids).to(spec.dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters() if scale else []:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -207,3 +209,8 @@ def spoiled_head(kind: str, spec: TargetSpec, value: float) -> Head:
 
     head.draft_logits = logits  # type: ignore[method-assign]
     return head
+
+
+def script(target: TargetModel, tokens: int = 40, **fields: Any) -> Scripted:
+    """A drafter that knows the greedy answers to `PROMPTS`."""
+    return Scripted(list(zip(PROMPTS, plain(target, PROMPTS, tokens), strict=True)), **fields)

@@ -92,7 +92,7 @@ def test_head_sums_equal_a_direct_loop(kind: str, loss: str) -> None:
 
 @torch.no_grad()
 def test_a_fresh_medusa_repeats_the_targets_law() -> None:
-    """Medusa at its start repeats p_t, so where every h_t is one state and the text its argmax, it hits."""
+    """So where every h_t is one state and the text is its argmax, each row is a hit."""
     target_, batch = target(), batch_of([12, 8], prompt=2, vocab=4)
     head = make_head("medusa", target_.spec, depth=DEPTH, scale=0.0)
     hidden = target_.features(batch["ids"], batch["length"], [])["hidden"]

@@ -21,7 +21,8 @@ from fixtures import (
 from torch import nn
 
 from selfdraft.heads import InputError
-from selfdraft.inference import packed, target as target_module
+from selfdraft.inference import packed
+from selfdraft.inference import target as target_module
 from selfdraft.inference.target import TargetModel
 
 RECURRENT = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
