@@ -94,7 +94,13 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     """
     folder = Path(folder)
     description = read_description(folder)
-    check_target(description["target"], spec.identity, folder, allow_other_target)
+    check_target(
+        description["target"],
+        spec.identity,
+        folder,
+        allow_other=allow_other_target,
+        advice=", or pass allow_other_target=True",
+    )
     kind = description["kind"]
     if kind not in HEADS:
         raise InputError(f"{folder}: unknown head kind {kind!r}", nearest(kind, HEADS))
@@ -111,9 +117,18 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
 
 
 def check_target(
-    trained: dict[str, Any], met: dict[str, Any], where: Any, allow_other: bool = False
+    trained: dict[str, Any],
+    met: dict[str, Any],
+    where: Any,
+    *,
+    allow_other: bool = False,
+    advice: str = "",
 ) -> None:
     """Compares the identity of the target in hand with the one a head or a cache was made with.
+
+    Args:
+        allow_other: other weights or another tokenizer only warn.
+        advice: what else than loading the named target can be done about those.
 
     Raises:
         InputError: naming the first field that differs, with both values.
@@ -135,7 +150,7 @@ def check_target(
         raise InputError(
             f"{where} was made for another target: the {what} of {met.get('model')!r} differ "
             f"({differing[0]} {trained[differing[0]]} there, {met[differing[0]]} here)",
-            f"Load {trained.get('model')!r}, or pass allow_other_target=True.",
+            f"Load {trained.get('model')!r}{advice}.",
         )
     if differing:
         warnings.warn(f"{where} was made for a target with another {differing[0]}", stacklevel=2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-GROWTH = 256  # slots are allocated in steps of this many
+GROWTH = 64  # slots are allocated in steps of this many
 
 
 class SlotCache(Cache):

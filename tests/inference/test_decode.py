@@ -92,8 +92,8 @@ def test_max_new_tokens_is_exact(tokens: int, pattern: list[int] | None) -> None
 @pytest.mark.parametrize("pattern", [None, [0], [1, 4, 0, 2], [3]])
 @pytest.mark.parametrize("tokens", [3, 17])
 def test_eos_inside_a_block_ends_the_row(ending: Any, pattern: Any, tokens: int) -> None:
-    target, answer = ending
-    long = Scripted([(PROMPTS[1], [*answer, 5, 6, 7, 8, 9])], max_depth=5, pattern=pattern)
+    target, answer, follow = ending
+    long = Scripted([(PROMPTS[1], follow)], max_depth=5, pattern=pattern)
     out = Speculator(target, long).generate(PROMPTS[1], max_new_tokens=tokens)
     assert out.token_ids == [answer[:tokens]]
     assert out.finish_reasons == ["length" if tokens < len(answer) else "eos"]

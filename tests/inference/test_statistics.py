@@ -54,13 +54,14 @@ def test_counts_of_a_known_pattern_that_the_limit_cuts() -> None:
 
 
 def test_counts_of_a_block_that_eos_cuts(ending: Any) -> None:
-    target, answer = ending
-    oracle = Scripted([(PROMPTS[1], [*answer, *[5] * 9])], max_depth=5)
+    """Accepted tokens behind the EOS are not counted."""
+    target, answer, follow = ending
+    oracle = Scripted([(PROMPTS[1], follow)], max_depth=5)
     out = Speculator(target, oracle).generate(PROMPTS[1], max_new_tokens=30)
-    rest = len(answer) - 1
-    assert out.stats.tokens == len(answer)
-    assert out.stats.rounds == -(-rest // 6)
-    assert sum(out.stats.accepted_by_depth) == rest - rest // 6
+    rounds, last = divmod(len(answer) - 1, 6)
+    assert 0 < last < 5
+    assert (out.stats.tokens, out.stats.rounds) == (len(answer), rounds + 1)
+    assert sum(out.stats.accepted_by_depth) == 5 * rounds + last
 
 
 def test_counts_are_sums_over_rows() -> None:
