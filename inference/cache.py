@@ -92,10 +92,16 @@ class SlotCache(Cache):
 
     def select(self, rows: list[int]) -> None:
         """Keeps `rows` alone, in that order."""
+        moved = [(new, old) for new, old in enumerate(rows) if new != old]
+        # Rows that only move up into freed places are moved where they lie.
+        in_place = all(old >= len(rows) for _, old in moved)
         for buffers in (self.keys, self.values):
             for layer, buffer in enumerate(buffers):
-                if buffer is not None:
-                    buffers[layer] = buffer[rows]
+                if buffer is None:
+                    continue
+                for new, old in moved if in_place else []:
+                    buffer[new] = buffer[old]
+                buffers[layer] = buffer[: len(rows)] if in_place else buffer[rows]
         self.lengths = [self.lengths[row] for row in rows]
 
     def _grow(self, capacity: int) -> None:

@@ -171,7 +171,7 @@ class Batch:
                 emitted = min(len(commit.tokens), len(verdict.path) - 1)
                 self.stats.count_round(depths[b], emitted, len(commit.tokens))
             commits.append(commit)
-        self._alive = [b for b, row in enumerate(self.rows) if not row.finish]
+        self._alive = _closed_up([not row.finish for row in self.rows])
         if draft is None:
             self._drop_finished()
         return commits
@@ -229,6 +229,14 @@ def decode(
         commits = batch.round()
     parts = sum(stats.seconds.values()) - before
     stats.seconds["host"] += max(0.0, time.perf_counter() - start - parts)
+
+
+def _closed_up(alive: list[bool]) -> list[int]:
+    """The rows that are alive, the last ones moved into the places of those that are not: rows may
+    stand in any order, and few are moved in the cache."""
+    kept = sum(alive)
+    movers = [b for b in range(kept, len(alive)) if alive[b]]
+    return [b if alive[b] else movers.pop() for b in range(kept)]
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
