@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +79,8 @@ class _SharedProduct:
 
     def __init__(self, sources: list[nn.Linear]) -> None:
         weight = torch.cat([source.weight.detach() for source in sources])
-        biases = [source.bias for source in sources if source.bias is not None]
-        self.product = _packed(weight, torch.cat(biases).detach() if biases else None)
+        biases = [source.bias.detach() for source in sources if source.bias is not None]
+        self.product = _packed(weight, torch.cat(biases) if biases else None)
         self._memo: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
@@ -121,7 +122,7 @@ def pack_linears(model: nn.Module) -> int:
     return count
 
 
-def _is_packable(module: nn.Module | None) -> bool:
+def _is_packable(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and packable(module.weight)
 
 
