@@ -206,13 +206,19 @@ class Head(nn.Module):
                 valid.append(valid[0])
                 continue
             logits_BV = scatter_logits(logits_BD, self.draft_ids, self.spec.vocab_size)
+            # A row without a law (NaN, inf, or every draft token forbidden) drafts no further.
             fine_B = (logits_BV > -torch.inf).any(-1) & ~logits_BV.isnan().any(-1)
             fine_B &= ~(logits_BV == torch.inf).any(-1)
             logits_BV = torch.where(fine_B[:, None], logits_BV, 0.0)
             so_far = torch.stack(tokens, 1)[:, 1:].tolist()
             law = sampling.laws(logits_BV[:, None], partial(_row, so_far))[:, 0]
-            tokens.append(law if sampling.greedy else draw(noise, law, depth))
-            laws.append(law)
+            if sampling.greedy:
+                tokens.append(law)
+            else:
+                fine_B &= ~law.isnan().any(-1)
+                law = torch.where(fine_B[:, None], law, 1 / law.shape[-1])
+                tokens.append(draw(noise, law, depth))
+                laws.append(law)
             valid.append(valid[-1] & fine_B.cpu())
         ids_BN, valid_BN = torch.stack(tokens, 1), torch.stack(valid, 1)
         if sampling.greedy or not laws:

@@ -5,7 +5,7 @@ Shape suffixes: B rows, N draft nodes, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -106,6 +106,19 @@ class Draft:
         while parents[path[-1]] >= 0:
             path.append(parents[path[-1]])
         return path[::-1]
+
+    def shortened(self, room: list[int]) -> Draft:
+        """Each row up to its first node deeper than `room` allows, so that what a row drafts does
+        not depend on the rows beside it."""
+        counts = [
+            next((n for n, depth in enumerate(depths) if depth > most), len(depths))
+            for depths, most in zip(self.depths(), room, strict=True)
+        ]
+        if counts == [len(parents) for parents in self.parents]:
+            return self
+        nodes = torch.arange(self.ids_BN.shape[1])
+        valid_BN = nodes < torch.tensor(counts)[:, None]
+        return replace(self, valid_BN=valid_BN, _parents=None)
 
     def is_chain(self) -> bool:
         """True when every row is a single path."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from ..heads.errors import InputError
 from .decode import Row, decode
+from .prompts import check_ids
 from .sampling import Settings
 from .statistics import Stats
 
@@ -26,6 +29,7 @@ REFUSED = {
     "output_scores": False,
     "output_logits": False,
 }
+PER_ROW = "prompt_ignore_length"
 
 
 def run(
@@ -55,9 +59,6 @@ def run(
                 f"generate was asked for {name}={value!r}, which drafting cannot give",
                 f"Leave {name} at {neutral!r}.",
             )
-    settings = Settings(
-        do_sample=bool(config.do_sample), logits_processor=tuple(logits_processor or ())
-    )
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     # The random stream is the caller's torch generator: a set seed repeats.
@@ -65,16 +66,34 @@ def run(
     limit = config.max_length - input_ids.shape[1]
     rows = []
     for index, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
-        prompt = ids[mask].tolist()
+        prompt, seen = ids[mask].tolist(), ids.tolist()
+        check_ids(spec.target, prompt, f"prompt {index}")
         room = spec.target.spec.max_positions - len(prompt)
-        stop = _stop_rule(ids.tolist(), stopping_criteria, input_ids.device)
-        rows.append(Row(index, prompt, seeds[index], min(limit, room), set(), stop=stop))
-    for _ in decode(spec.target, spec.drafter, rows, settings, spec.plan, Stats()):
-        continue
+        stop = _stop_rule(seen, stopping_criteria, input_ids.device)
+        # Processors see the padded row, as they do in transformers.
+        rows.append(Row(index, prompt, seeds[index], min(limit, room), set(), seen=seen, stop=stop))
+    for batch, processors in _batches(rows, list(logits_processor or ())):
+        settings = Settings(do_sample=bool(config.do_sample), logits_processor=processors)
+        for _ in decode(spec.target, spec.drafter, batch, settings, spec.plan, Stats()):
+            continue
     longest = max(len(row.new) for row in rows)
     pad = config.pad_token_id if config.pad_token_id is not None else 0
     new = [row.new + [pad] * (longest - len(row.new)) for row in rows]
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+
+
+def _batches(rows: list[Row], processors: list[Any]) -> Iterator[tuple[list[Row], list[Any]]]:
+    """All rows together; or, where a processor holds a value for each row (transformers' penalty
+    on a left-padded batch does), each row with its own value."""
+    if not any(isinstance(getattr(p, PER_ROW, None), Tensor) for p in processors):
+        yield rows, processors
+        return
+    for row in rows:
+        own = [copy.copy(processor) for processor in processors]
+        for processor in own:
+            if isinstance(value := getattr(processor, PER_ROW, None), Tensor):
+                setattr(processor, PER_ROW, value[row.index : row.index + 1])
+        yield [row], own
 
 
 def _stop_rule(prompt: list[int], criteria: Any, device: torch.device) -> Any:

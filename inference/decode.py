@@ -52,6 +52,7 @@ class Row:
 
     Attributes:
         index: its place in the call.
+        seen: what logits processors take for the prompt; the prompt itself when None.
         limit: new tokens at most.
         stop: called with all new tokens after each one; True ends the row there.
         new: tokens emitted so far.
@@ -62,6 +63,7 @@ class Row:
     seed: int
     limit: int
     eos_ids: set[int]
+    seen: list[int] | None = None
     limit_reason: str = "length"
     stop: Callable[[list[int]], bool] | None = None
     new: list[int] = field(default_factory=list)
@@ -100,7 +102,7 @@ class Batch:
         self.plan, self.stats, self.record = plan, stats, record
         self.taps = sorted({*drafter.taps, *(record.taps if record else [])})
         assert record is None or drafter.taps in ([], record.taps), "drafter and record differ"
-        self.sampling = RowSampling(settings, [list(row.prompt) for row in rows])
+        self.sampling = RowSampling(settings, [list(row.seen or row.prompt) for row in rows])
         longest = max(len(row.prompt) + row.limit for row in rows)
         first = max(len(row.prompt) for row in rows)
         # Memory for what most answers need; the cache grows when one needs more.
@@ -138,11 +140,12 @@ class Batch:
         history = sampling.history
         root_B = torch.tensor([ids[-1] for ids in history], device=target.device)
         # A round emits the accepted tokens and one more.
-        room = max(row.limit - len(row.new) for row in self.rows) - 1
+        room = [row.limit - len(row.new) - 1 for row in self.rows]
         noise = RowNoise([row.seed for row in self.rows], [len(ids) for ids in history])
         with stats.timed("draft"):
-            plan = self.plan.capped(room)
+            plan = self.plan.capped(max(room))
             draft = self.drafter.propose(self.state, root_B, plan, sampling, noise)
+            draft = draft.shortened(room)
         with stats.timed("target"):
             features = target.forward(
                 draft.ids_BN, self.cache, draft.ancestors(), _depths(draft), self.taps

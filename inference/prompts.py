@@ -27,7 +27,7 @@ def prompt_ids(target: TargetModel, prompts: Any, chat: bool) -> tuple[list[list
     if not rows:
         raise InputError("the list of prompts is empty", "Give at least one prompt.")
     for number, ids in enumerate(rows):
-        _check_ids(target, ids, f"prompt {number}" if many else "the prompt")
+        check_ids(target, ids, f"prompt {number}" if many else "the prompt")
     return rows, many
 
 
@@ -46,6 +46,8 @@ def _is_single(prompts: Any) -> bool:
 
 def _ids(target: TargetModel, prompt: Any, chat: bool) -> list[int]:
     if isinstance(prompt, Tensor):
+        if prompt.is_floating_point() or prompt.is_complex():
+            raise InputError(f"a prompt tensor of {prompt.dtype}", "Give integer token ids.")
         return prompt.flatten().tolist()
     if isinstance(prompt, str):
         if target.tokenizer is None:
@@ -65,7 +67,8 @@ def _ids(target: TargetModel, prompt: Any, chat: bool) -> list[int]:
     )
 
 
-def _check_ids(target: TargetModel, ids: list[int], name: str) -> None:
+def check_ids(target: TargetModel, ids: list[int], name: str) -> None:
+    """Raises InputError for an empty prompt, a foreign id, or no position left for the answer."""
     spec = target.spec
     if not ids:
         raise InputError(f"{name} has no tokens", "Give at least one token.")

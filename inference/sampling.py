@@ -6,6 +6,7 @@ transformers' order; those that look at the prefix are called node by node, each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,15 +48,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range."""
-        checks = [
-            ("temperature", self.temperature, self.temperature >= 0, "a number >= 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "an integer >= 0, 0 for all"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0"),
+        checks: list[tuple[str, Callable[[float], bool], str]] = [
+            ("temperature", lambda x: x >= 0, "a number >= 0"),
+            ("top_k", lambda x: x >= 0 and x == int(x), "an integer >= 0, 0 for all"),
+            ("top_p", lambda x: 0 < x <= 1, "a number in (0, 1]"),
+            ("min_p", lambda x: 0 <= x <= 1, "None or a number in [0, 1]"),
+            ("repetition_penalty", lambda x: x > 0, "a number > 0"),
         ]
-        for name, value, fine, wanted in checks:
-            if not fine:
+        for name, fine, wanted in checks:
+            value = getattr(self, name)
+            if value is None and name == "min_p":
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not fine(value):
                 raise InputError(f"{name} is {value!r}", f"Give {wanted}.")
 
     @property

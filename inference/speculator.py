@@ -223,6 +223,9 @@ class Speculator:
     ) -> list[Row]:
         if not isinstance(max_new_tokens, int) or max_new_tokens <= 0:
             raise InputError(f"max_new_tokens is {max_new_tokens!r}", "Give an integer above 0.")
+        given = seed if isinstance(seed, list) else [seed]
+        if not all(isinstance(s, int) and not isinstance(s, bool) for s in given):
+            raise InputError(f"seed is {seed!r}", "Give an integer, or a list of one a row.")
         seeds = seed if isinstance(seed, list) else [seed + i for i in range(len(prompts))]
         if len(seeds) != len(prompts):
             raise InputError(f"{len(seeds)} seeds for {len(prompts)} rows", "Give one a row.")
@@ -231,7 +234,8 @@ class Speculator:
             positions = self.target.spec.max_positions - len(ids)
             limit = min(max_new_tokens, positions)
             reason = "length" if limit == max_new_tokens else "positions"
-            rows.append(Row(index, ids, row_seed, limit, self.target.eos_ids, reason, stop))
+            eos_ids = self.target.eos_ids
+            rows.append(Row(index, ids, row_seed, limit, eos_ids, limit_reason=reason, stop=stop))
         return rows
 
     def _text(self, ids: list[int]) -> str:

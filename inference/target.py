@@ -111,6 +111,7 @@ class TargetModel:
             "random": random,
             "seed": seed if random is not None else None,
         }
+        loaded.requires_grad_(False)
         return cls(loaded.to(place), tokenizer, pack=pack, named=named)
 
     # -- what it is ------------------------------------------------------------------------------
@@ -118,10 +119,15 @@ class TargetModel:
     def _spec(self, named: dict[str, Any]) -> TargetSpec:
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
         config = self.config
-        # Gemma's first versions and Granite scale embeddings outside the embedding module.
+        # Granite, and Gemma before its embedding module did, scale embeddings outside of it.
         scale = getattr(config, "embedding_multiplier", None) or 1.0
-        if config.model_type in ("gemma", "gemma2"):
+        if config.model_type in ("gemma", "gemma2") and not hasattr(embedding, "embed_scale"):
             scale = config.hidden_size**0.5
+
+        @torch.no_grad()
+        def embed(ids: Tensor) -> Tensor:
+            return embedding(ids) if scale == 1.0 else embedding(ids) * scale
+
         identity = named | {
             "model_type": config.model_type,
             "hidden_size": config.hidden_size,
@@ -137,7 +143,7 @@ class TargetModel:
             vocab_size=self._projection.vocab_size,
             num_layers=config.num_hidden_layers,
             max_positions=getattr(config, "max_position_embeddings", None) or 2**31,
-            embed=embedding if scale == 1.0 else lambda ids: embedding(ids) * scale,
+            embed=embed,
             projector=self._projection,
             identity=identity,
             device=self.device,
