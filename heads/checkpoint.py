@@ -138,7 +138,7 @@ def check_target(
             raise InputError(
                 f"{where} was made for a target with {key} {trained.get(key)!r}, "
                 f"this one has {met.get(key)!r}",
-                f"Load the target it names: {trained.get('model')!r}.",
+                f"Load {_named(trained)}.",
             )
     # Weights of another dtype are compared after rounding both to bfloat16.
     same_dtype = trained.get("dtype") == met.get("dtype")
@@ -146,11 +146,11 @@ def check_target(
     differing = [k for k in keys if None not in (trained.get(k), met.get(k))]
     differing = [k for k in differing if trained[k] != met[k]]
     if differing and not allow_other:
-        what = "tokenizer" if differing == ["tokenizer"] else "weights"
+        what = "another tokenizer" if differing == ["tokenizer"] else "other weights"
         raise InputError(
-            f"{where} was made for another target: the {what} of {met.get('model')!r} differ "
+            f"{where} was made for another target than {_named(met)}: {what} "
             f"({differing[0]} {trained[differing[0]]} there, {met[differing[0]]} here)",
-            f"Load {trained.get('model')!r}{advice}.",
+            f"Load {_named(trained)}{advice}.",
         )
     if differing:
         warnings.warn(f"{where} was made for a target with another {differing[0]}", stacklevel=2)
@@ -160,6 +160,13 @@ def check_target(
             f"{met.get('dtype')}, the head is cast",
             stacklevel=2,
         )
+
+
+def _named(identity: dict[str, Any]) -> str:
+    """How an error names a target."""
+    if identity.get("random"):
+        return f"the random target of seed {identity.get('seed')}"
+    return f"the target {identity.get('model')!r}"
 
 
 def _read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:

@@ -31,9 +31,11 @@ def resolve_name(model: str) -> str:
     found without importing it.
 
     Raises:
-        InputError: the package is not installed.
+        InputError: a path without a folder, or a package that is not installed.
     """
     if not model.startswith(PACKAGE):
+        if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+            raise InputError(f"target {model}: there is no such folder", "Fix the path.")
         return model
     name = model.removeprefix(PACKAGE)
     spec = importlib.util.find_spec(name)

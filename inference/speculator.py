@@ -23,6 +23,7 @@ from .statistics import Stats
 from .target import TargetModel
 
 DRAFTERS = ("heads", "none")
+CALL_ARGUMENTS = ("max_new_tokens", "stop_strings", "seed", "num_return_sequences", "chat")
 NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
 
 
@@ -246,9 +247,8 @@ class Speculator:
 def _settings(sampling: dict[str, Any]) -> Settings:
     for name in sampling:
         if name not in Settings.__dataclass_fields__:
-            raise InputError(
-                f"generate does not take {name!r}", nearest(name, Settings.__dataclass_fields__)
-            )
+            known = [*Settings.__dataclass_fields__, *CALL_ARGUMENTS]
+            raise InputError(f"generate does not take {name!r}", nearest(name, known))
     return Settings(**sampling)
 
 

@@ -20,6 +20,7 @@ from .cache import SlotCache
 from .masks import KINDS, slot_masks
 from .probe import check_target
 from .projection import Projection
+from .taps import tapped
 
 PREFILL_CHUNK = 512  # tokens a forward of a long prompt, so that its mask stays small
 
@@ -275,30 +276,11 @@ class TargetModel:
         )
 
     def _run(self, taps: list[int], **inputs: Any) -> Features:
-        if not taps:
-            return {"hidden": self.decoder(**inputs).last_hidden_state}
-        tapped: dict[int, Tensor] = {}
-        hooks = [self._tap(tap, tapped) for tap in taps]
-        try:
-            hidden = self.decoder(**inputs).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return {"hidden": hidden, "taps": torch.stack([tapped[tap] for tap in taps], 2)}
-
-    def _tap(self, tap: int, tapped: dict[int, Tensor]) -> Any:
-        """Keeps the input of layer `tap`, or for tap L the raw output of the last layer."""
-        if tap < len(self.layers):
-
-            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                tapped[tap] = args[0] if args else kwargs["hidden_states"]
-
-            return self.layers[tap].register_forward_pre_hook(before, with_kwargs=True)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            tapped[tap] = output[0] if isinstance(output, tuple) else output
-
-        return self.layers[-1].register_forward_hook(after)
+        with tapped(self.layers, taps) as states:
+            features = {"hidden": self.decoder(**inputs).last_hidden_state}
+        if taps:
+            features["taps"] = torch.stack([states[tap] for tap in taps], 2)
+        return features
 
 
 def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:

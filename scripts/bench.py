@@ -123,14 +123,16 @@ def read_prompts(
     for reason, count in skipped.items():
         print(f"skipped {count} prompts: {reason}")
     if not prompts:
-        raise InputError(f"{path}: no usable prompt", 'Rows want {"prompt": "..."}.')
+        reasons = "; ".join(f"{count} × {reason}" for reason, count in skipped.items())
+        raise InputError(f"{path}: no usable prompt: {reasons}", 'Rows want {"prompt": "..."}.')
     return prompts, categories
 
 
 def run(options: argparse.Namespace) -> int:
     """Benchmarks and prints; writes the JSON where one is asked for."""
-    if options.max_new_tokens <= 0 or (options.limit is not None and options.limit <= 0):
-        raise InputError("--max-new-tokens or --limit is not above 0", "Give 1 or more.")
+    for name in ("max_new_tokens", "limit"):
+        if (value := getattr(options, name)) is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} is {value}", "Give 1 or more.")
     named = {"device": options.device} if options.device else {}
     spec = Speculator.from_pretrained(options.heads, plan=options.draft, **named)
     target, against = spec.target, options.against.split(",")

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import fixtures
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
@@ -13,16 +14,8 @@ from selfdraft.train.config import TrainConfig
 from selfdraft.train.data import Document
 from selfdraft.train.trainer import Result, run
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-}
+LLAMA = {key: value for key, value in fixtures.LLAMA.items() if key != "initializer_range"}
+LLAMA["max_position_embeddings"] = 512
 WORDS = "the a cat dog sat ran on in mat hat big red".split()
 
 

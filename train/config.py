@@ -222,7 +222,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         problems += [_describe(e, kind) for e in error.errors(include_url=False)]
     if problems:
         raise ConfigError(
-            f"{path}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
+            f"{path}: {problems[0]}"
+            if len(problems) == 1
+            else f"{path}: {len(problems)} problems\n  " + "\n  ".join(problems),
             "Correct the file or the overrides; nothing has been loaded yet.",
         )
     return config

@@ -31,7 +31,11 @@ def problems(path: Path, *overrides: str) -> list[str]:
     """The lines that name problems."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, list(overrides))
-    return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+    first, *rest = str(caught.value).splitlines()
+    if len(rest) == 1:  # one problem: two lines in all
+        return [first.removeprefix(f"{path}: ")]
+    assert first == f"{path}: {len(rest) - 1} problems"
+    return [line.strip() for line in rest[:-1]]
 
 
 def test_defaults(tmp_path):
