@@ -171,9 +171,11 @@ def random_model(fields: dict[str, Any], seed: int, dtype: torch.dtype) -> tuple
     Raises:
         InputError: no model_type, or fields that make no model.
     """
-    fields = {"vocab_size": 320, **fields}
     if "model_type" not in fields:
         raise InputError("target.random lacks model_type", "Add e.g. model_type: llama.")
+    tokenizer = byte_tokenizer()
+    # The ids of a family's own tokenizer would end texts at an ordinary byte here.
+    fields = {"vocab_size": 320, "eos_token_id": tokenizer.eos_token_id, **fields}
     try:
         config = AutoConfig.for_model(**fields)
         # The caller's random state is left as it was.
@@ -185,7 +187,7 @@ def random_model(fields: dict[str, Any], seed: int, dtype: torch.dtype) -> tuple
         raise InputError(
             f"target.random makes no model: {reason}", "Fix the transformers config given there."
         ) from None
-    return model, byte_tokenizer()
+    return model, tokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -102,7 +102,7 @@ class DataConfig(Section):
     max_length: int = Field(default=512, ge=3)
     overlong: Literal["cut", "drop"] = "cut"
     eval_prompts: int = Field(default=32, ge=0)
-    answer_batch_size: int = Field(default=64, ge=1)
+    answer_batch_size: int = Field(default=48, ge=1)
     features: FeaturesConfig = FeaturesConfig()
 
 

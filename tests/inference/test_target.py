@@ -280,3 +280,9 @@ def test_a_saved_folder_loads(tmp_path) -> None:
     assert target.spec.identity["fingerprint"] == tiny("tied").spec.identity["fingerprint"]
     assert target.spec.identity["tokenizer"] == tiny("tied").spec.identity["tokenizer"]
     assert plain(target, PROMPTS[:1], 8) == plain(tiny("tied"), PROMPTS[:1], 8)
+
+
+def test_a_random_target_ends_at_its_tokenizers_end() -> None:
+    fields = {name: value for name, value in TARGETS["llama"].items() if name != "eos_token_id"}
+    target = TargetModel.load(random=fields)
+    assert target.eos_ids == {target.tokenizer.eos_token_id}
