@@ -22,7 +22,7 @@ LOW_PRECISION = 0.1  # bf16, fp16: relative to the largest entry
 
 
 @torch.no_grad()
-def check_target(target: TargetModel) -> None:
+def probe_target(target: TargetModel) -> None:
     """Compares our logits and one branched draft with the model's own plain forwards.
 
     Raises:

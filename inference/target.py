@@ -18,7 +18,7 @@ from . import loading, packed
 from .attention import use_grouped_attention
 from .cache import SlotCache
 from .masks import KINDS, slot_masks
-from .probe import check_target
+from .probe import probe_target
 from .projection import Projection
 from .taps import tapped
 
@@ -68,7 +68,7 @@ class TargetModel:
         if pack:
             use_grouped_attention(model)
         model.eval()
-        check_target(self)
+        probe_target(self)
 
     @classmethod
     def load(
