@@ -66,6 +66,8 @@ class Draft:
             without replacement from its parent's law.
         valid_BN: prefix mask; rows of a batch may hold fewer nodes than N.
         q_BNV: the law from which the drawn children of each node came; None when all are points.
+        order: for each row its nodes below the root, the worthiest first, parents before children;
+            their own order when None.
         names: drafters that took part, where there are several.
         sources: for each row and valid node, which of `names` proposed it, as bits.
     """
@@ -75,6 +77,7 @@ class Draft:
     drawn_BN: Tensor
     valid_BN: Tensor
     q_BNV: Tensor | None = None
+    order: list[list[int]] | None = None
     names: tuple[str, ...] = ()
     sources: list[list[int]] | None = None
 
@@ -187,7 +190,9 @@ class Draft:
         return _padded(self.depths, 0, width=self.ids_BN.shape[1])
 
     @classmethod
-    def merge(cls, drafts: Sequence[Draft], names: Sequence[str]) -> Draft:
+    def merge(
+        cls, drafts: Sequence[Draft], names: Sequence[str], nodes: int | None = None
+    ) -> Draft:
         """Joins the drafts of several drafters for the same roots into one tree.
 
         Equal points of one parent become one node.  A drawn node stays beside an equal point:
@@ -197,69 +202,77 @@ class Draft:
             drafts: earlier ones' points are tried first; one at most may hold drawn tokens, so
                 that no node has two laws.
             names: their drafters', for statistics.
+            nodes: of a row at most; what does not fit is left out, the later drafts' least worthy
+                nodes first.
         Raises:
             ValueError: two drafts with drawn tokens.
         """
         drawing = [i for i, draft in enumerate(drafts) if draft.q_BNV is not None]
         if len(drawing) > 1:
             raise ValueError("at most one of the merged drafts may hold drawn tokens")
-        rows = [_merged_row(drafts, row) for row in range(len(drafts[0].ids_BN))]
+        rows = [_merged_row(drafts, row, nodes) for row in range(len(drafts[0].ids_BN))]
         device = drafts[0].ids_BN.device
-        merged = cls.points([r.ids for r in rows], [r.parents for r in rows], device)
-        merged.names, merged.sources = tuple(names), [r.sources for r in rows]
+        ids, parents = (
+            [[n.token for n in row] for row in rows],
+            [[n.parent for n in row] for row in rows],
+        )
+        merged = cls.points(ids, parents, device)
+        merged.names, merged.sources = tuple(names), [[n.sources for n in row] for row in rows]
         if drawing:
-            merged.drawn_BN = _padded([r.drawn for r in rows], False)
-            origin_BN = _padded([r.origin[drawing[0]] for r in rows], 0, device)
+            merged.drawn_BN = _padded([[n.drawn for n in row] for row in rows], False)
+            origin_BN = _padded([[n.origin for n in row] for row in rows], 0, device)
             law_BNV = drafts[drawing[0]].q_BNV
             assert law_BNV is not None
             merged.q_BNV = law_BNV[torch.arange(len(rows), device=device)[:, None], origin_BN]
         return merged
 
 
-class _MergedRow:
-    """One row of a merge.
+@dataclass
+class _Node:
+    """A node of a merged row.
 
     Attributes:
-        origin: for each draft, its node behind each merged node; 0 where it has none.
+        origin: its node in the draft that draws; 0 where it has none.
     """
 
-    def __init__(self, root: int, drafts: int) -> None:
-        self.ids, self.parents, self.drawn = [root], [-1], [False]
-        self.sources, self.origin = [0], [[0] for _ in range(drafts)]
-
-    def add(self, token: int, parent: int, drawn: bool) -> int:
-        self.ids.append(token)
-        self.parents.append(parent)
-        self.drawn.append(drawn)
-        self.sources.append(0)
-        for origin in self.origin:
-            origin.append(0)
-        return len(self.ids) - 1
+    token: int
+    parent: int
+    depth: int
+    drawn: bool = False
+    sources: int = 0
+    origin: int = 0
 
 
-def _merged_row(drafts: Sequence[Draft], row: int) -> _MergedRow:
-    merged = _MergedRow(drafts[0].tokens[row][0], len(drafts))
-    place = [[0] * len(draft.tokens[row]) for draft in drafts]
+def _merged_row(drafts: Sequence[Draft], row: int, limit: int | None) -> list[_Node]:
+    merged = [_Node(drafts[0].tokens[row][0], -1, 0)]
     points: dict[tuple[int, int], int] = {}
-    nodes = [
-        (draft.depths[row][node], bool(drawn[node]), index, node)
-        for index, draft in enumerate(drafts)
-        for drawn in [draft.drawn_BN[row].tolist()]
-        for node in range(1, len(draft.tokens[row]))
-    ]
-    # By depth; points before drawn nodes, earlier drafts before later ones.
-    for _, drawn, index, node in sorted(nodes):
-        draft = drafts[index]
-        token, parent = draft.tokens[row][node], place[index][draft.parents[row][node]]
-        known = None if drawn else points.get((parent, token))
-        if known is None:
-            known = merged.add(token, parent, drawn)
-            if not drawn:
-                points[parent, token] = known
-        place[index][node] = known
-        merged.sources[known] |= 1 << index
-        merged.origin[index][known] = node
-    return merged
+    for index, draft in enumerate(drafts):
+        tokens, parents, place = draft.tokens[row], draft.parents[row], {0: 0}
+        drawn = draft.drawn_BN[row].tolist()
+        for node in draft.order[row] if draft.order else range(1, len(tokens)):
+            if parents[node] not in place:
+                continue
+            parent = place[parents[node]]
+            known = None if drawn[node] else points.get((parent, tokens[node]))
+            if known is None:
+                if limit is not None and len(merged) > limit:
+                    continue
+                known = len(merged)
+                merged.append(_Node(tokens[node], parent, merged[parent].depth + 1, drawn[node]))
+                if not drawn[node]:
+                    points[parent, tokens[node]] = known
+            place[node] = known
+            merged[known].sources |= 1 << index
+            if draft.q_BNV is not None:
+                merged[known].origin = node
+    return _by_depth(merged)
+
+
+def _by_depth(nodes: list[_Node]) -> list[_Node]:
+    """The nodes in the order of depth, points before drawn ones."""
+    order = sorted(range(len(nodes)), key=lambda n: (nodes[n].depth, nodes[n].drawn))
+    place = {old: new for new, old in enumerate(order)}
+    return [replace(nodes[n], parent=place.get(nodes[n].parent, -1)) for n in order]
 
 
 def _padded(

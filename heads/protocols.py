@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -70,7 +70,10 @@ class State(Protocol):
 
 
 class Drafter(Protocol):
-    """Anything that proposes tokens: a head, n-gram lookup, a separate draft model, a merge."""
+    """Anything that proposes tokens: a head, n-gram lookup, a separate draft model, a merge.
+
+    A state is given back to the drafter that made it, so its type is the drafter's own affair.
+    """
 
     taps: list[int]
     max_depth: int
@@ -86,12 +89,12 @@ class Drafter(Protocol):
         """
 
     def propose(
-        self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+        self, state: Any, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
         """The draft of one round, at most `plan.depth` deep."""
 
     def advance(
-        self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
+        self, state: Any, committed_BM: Tensor, count_B: Tensor, features: Features
     ) -> State:
         """State after a round.
 

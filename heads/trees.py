@@ -11,22 +11,19 @@ nodes, k tokens of a path, V draft or target vocabulary.
 
 from __future__ import annotations
 
-import heapq
 import math
-from functools import cache
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from .draft import Draft, Plan, Tree
 from .protocols import Noise, Purpose, Sampling
+from .shapes import planned_tree, tree_levels, tree_worth
 
 CHILDREN = 8
 """Children of a node at most, where a tree is grown best-first."""
-RATES = 0.5, 0.4
-"""What the shape of a drawn tree assumes: how often a first child is accepted, and the share of
-that which each further child has of the one before."""
 
 
 class Vocabulary(Protocol):
@@ -41,7 +38,7 @@ class Grower(Protocol):
     """What drafts are grown from: a `Head`, or anything else with these of its parts."""
 
     max_depth: int
-    trees: bool
+    trees: ClassVar[bool]
     draft_ids: Tensor | None
 
     @property
@@ -66,68 +63,9 @@ def grow(
         return Draft.root(root_B)
     if head.trees and sampling.greedy and plan.tree is None and plan.nodes is not None:
         return _Growth(head, state, root_B, plan, sampling).best_first(depth, plan.nodes)
-    return _Growth(head, state, root_B, plan, sampling).fixed(_shape(plan, depth, head), noise)
-
-
-# -- shapes --------------------------------------------------------------------------------------
-
-
-def _shape(plan: Plan, depth: int, head: Grower) -> Tree:
-    """The fixed shape that `plan` asks for, nodes in the order of their depth."""
-    if head.trees and plan.tree is not None:
-        tree = _by_depth([path for path in plan.tree if len(path) <= depth])
-    elif head.trees and plan.nodes is not None:
-        tree = likely_tree(plan.nodes, depth)
-    else:
-        tree = tuple((0,) * length for length in range(1, depth + 1))
-    return tree[: plan.nodes]
-
-
-def _by_depth(paths: list[tuple[int, ...]]) -> Tree:
-    return tuple(sorted(paths, key=lambda path: (len(path), path)))
-
-
-@cache
-def likely_tree(nodes: int, depth: int) -> Tree:
-    """The `nodes` likeliest paths at the acceptance `RATES`: best-first by path product, which is
-    optimal for every budget."""
-    first, share = RATES
-    heap: list[tuple[float, tuple[int, ...]]] = [(-first, (0,))]
-    tree: list[tuple[int, ...]] = []
-    while len(tree) < nodes:
-        rate, path = heapq.heappop(heap)
-        tree.append(path)
-        heapq.heappush(heap, (rate * share, (*path[:-1], path[-1] + 1)))
-        if len(path) < depth:
-            heapq.heappush(heap, (rate * first, (*path, 0)))
-    return _by_depth(tree)
-
-
-def check_tree(tree: Tree) -> None:
-    """Raises ValueError unless each node's parent and earlier siblings are in `tree`, once."""
-    known = set(tree)
-    if len(known) < len(tree):
-        raise ValueError("a node is listed twice")
-    for path in tree:
-        if not path or min(path) < 0:
-            raise ValueError(f"{path} is no path of child ranks")
-        *above, rank = path
-        if above and tuple(above) not in known:
-            raise ValueError(f"node {path} has no parent in the tree")
-        if rank and (*above, rank - 1) not in known:
-            raise ValueError(f"node {path} has no sibling of rank {rank - 1} before it")
-
-
-@cache
-def _levels(tree: Tree) -> list[list[tuple[int, int]]]:
-    """For each level, (place of the parent in the level above, rank) of its nodes."""
-    levels: list[list[tuple[int, int]]] = []
-    above: dict[tuple[int, ...], int] = {(): 0}
-    for depth in range(1, max(map(len, tree)) + 1):
-        paths = [path for path in tree if len(path) == depth]
-        levels.append([(above[path[:-1]], path[-1]) for path in paths])
-        above = {path: place for place, path in enumerate(paths)}
-    return levels
+    return _Growth(head, state, root_B, plan, sampling).fixed(
+        planned_tree(plan, depth, head.trees), noise
+    )
 
 
 # -- growth --------------------------------------------------------------------------------------
@@ -171,7 +109,7 @@ class _Growth:
             token_BW = token_BWC.flatten(1).gather(1, best_BW)
             self._add(token_BW, ids, best_BW // children, score_BW)
             self.width = self._hopeful(score_BW, nodes)
-        return self._draft(nodes, None)
+        return self._draft(nodes, torch.cat(self.score, 1))
 
     def _hopeful(self, score_BW: Tensor, nodes: int) -> int:
         """How many nodes of the last level, from the first, may have children among the best."""
@@ -186,7 +124,7 @@ class _Growth:
     def fixed(self, tree: Tree, noise: Noise) -> Draft:
         """The nodes of `tree`: the likeliest tokens, or drawn ones."""
         laws: list[Tensor] = []
-        for level, nodes in enumerate(_levels(tree), start=1):
+        for level, nodes in enumerate(tree_levels(tree), start=1):
             scores_BWV, ids = self._expand(level)
             place_W = torch.tensor([place for place, _ in nodes], device=scores_BWV.device)
             if self.sampling.greedy:
@@ -200,7 +138,12 @@ class _Growth:
                 score_BW = self._above()[:, place_W] + chance_BW.log()
             self._add(token_BW, ids, place_W.expand(len(token_BW), -1), score_BW)
             self.width = len(nodes)
-        return self._draft(len(tree), laws or None)
+        # What a drawn tree gives up first may not depend on what was drawn.
+        score_BL = torch.cat(self.score, 1)
+        worth_BL = score_BL.new_tensor(tree_worth(tree)).expand_as(score_BL)
+        return self._draft(
+            len(tree), worth_BL.masked_fill(score_BL == -torch.inf, -torch.inf), laws
+        )
 
     def _expand(self, level: int) -> tuple[Tensor, Tensor | None]:
         """Scores [B, W, V] of the tokens after the last level's nodes, -inf everywhere where a node
@@ -246,12 +189,11 @@ class _Growth:
         self.paths_BWk = torch.cat([above_BWk, token_BW[..., None]], -1)
         self.start, self.count = self.count, self.count + token_BW.shape[1]
 
-    def _draft(self, nodes: int, laws: list[Tensor] | None) -> Draft:
-        """The root and the `nodes` best of the nodes that are there, in the order of depth."""
+    def _draft(self, nodes: int, worth_BL: Tensor, laws: Sequence[Tensor] = ()) -> Draft:
+        """The root and the `nodes` worthiest of the nodes that are there (worth above -inf)."""
         ids_BL, parent_BL = torch.cat(self.ids, 1), torch.cat(self.parent, 1).cpu()
-        score_BL = torch.cat(self.score, 1).cpu()
-        # Stable, so that of a parent and a child with equal scores the parent is taken.
-        best_BL, node_BL = score_BL.sort(dim=1, descending=True, stable=True)
+        # Stable, so that of a parent and a child of equal worth the parent is taken.
+        best_BL, node_BL = worth_BL.cpu().sort(dim=1, descending=True, stable=True)
         best_BN, node_BN = best_BL[:, : nodes + 1], node_BL[:, : nodes + 1]
         kept_BN = node_BN.masked_fill(best_BN == -torch.inf, self.count).sort(1).values
         valid_BN = kept_BN < self.count
@@ -261,14 +203,17 @@ class _Growth:
         above_BN = parent_BL.gather(1, kept_BN)
         parent_BN = torch.searchsorted(kept_BN.contiguous(), above_BN)
         parent_BN[:, 0] = -1
-        drawn_BN = torch.full_like(valid_BN, laws is not None)
+        drawn_BN = torch.full_like(valid_BN, bool(laws))
         drawn_BN[:, 0] = False
+        place_BN = torch.searchsorted(kept_BN.contiguous(), node_BN[:, 1:width].contiguous())
+        counts = valid_BN.sum(1).tolist()
+        order = [row[: n - 1] for row, n in zip(place_BN.tolist(), counts, strict=True)]
         kept_BN = kept_BN.to(ids_BL.device)
-        draft = Draft(ids_BL.gather(1, kept_BN), parent_BN, drawn_BN, valid_BN)
-        if laws is not None:
-            laws.append(laws[0].new_zeros(len(ids_BL), self.ids[-1].shape[1], laws[0].shape[-1]))
+        draft = Draft(ids_BL.gather(1, kept_BN), parent_BN, drawn_BN, valid_BN, order=order)
+        if laws:
+            leaves = laws[0].new_zeros(len(ids_BL), self.ids[-1].shape[1], laws[0].shape[-1])
             rows_B1 = torch.arange(len(ids_BL), device=ids_BL.device)[:, None]
-            draft.q_BNV = torch.cat(laws, 1)[rows_B1, kept_BN]
+            draft.q_BNV = torch.cat([*laws, leaves], 1)[rows_B1, kept_BN]
         return draft
 
 

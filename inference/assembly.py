@@ -12,7 +12,7 @@ from ..heads.checkpoint import DESCRIPTION, load_head, read_description
 from ..heads.draft import Plan
 from ..heads.errors import InputError, nearest
 from ..heads.protocols import Drafter
-from ..heads.trees import check_tree
+from ..heads.shapes import check_tree
 from . import packed
 from .draft_model import DraftModel
 from .drafters import Merged, Plain

@@ -6,6 +6,7 @@ Shape suffixes: B rows, T tokens, W nodes of a level, M committed tokens, D hidd
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class DraftModel:
     """
 
     taps: list[int] = []  # noqa: RUF012
-    trees = False
+    trees: ClassVar[bool] = False
     draft_ids: Tensor | None = None
 
     def __init__(self, model: TargetModel, target: TargetModel, max_depth: int = 4) -> None:
@@ -63,7 +64,8 @@ class DraftModel:
         """See `heads.protocols.Drafter`."""
         lengths = length_B.tolist()
         cache = self.model.new_cache(len(lengths), ids_BT.shape[1] + 64)
-        self.model.prefill(ids_BT[:, :-1], lengths, cache, [])
+        known_BT = ids_BT[:, :-1].clamp(max=self.model.spec.vocab_size - 1)
+        self.model.prefill(known_BT.to(self.model.device), lengths, cache, [])
         roots = ids_BT[torch.arange(len(lengths)), length_B].tolist()
         return DraftModelState(cache, [[root] for root in roots], [[] for _ in roots])
 
@@ -95,6 +97,7 @@ class DraftModel:
         counts = [len(row) for row in rows]
         width = max(counts)
         ids_BN = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        ids_BN.clamp_(max=self.model.spec.vocab_size - 1)  # padding ids of a larger target
         chain = torch.ones(1, width, width, dtype=torch.bool).tril()
         features = self.model.forward(ids_BN.to(self.model.device), state.cache, chain, None, [])
         state.cache.keep([list(range(count)) for count in counts])

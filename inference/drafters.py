@@ -80,12 +80,19 @@ class Merged:
     def propose(
         self, state: MergedState, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
-        """The drafts of all, each within what those before it left of `plan.nodes`."""
-        drafts: list[Draft] = []
-        for drafter, part in zip(self.drafters, state.parts, strict=True):
-            asked = left_over(plan, drafts, len(self.drafters) - len(drafts))
-            drafts.append(drafter.propose(part, root_B, asked, sampling, noise))
-        return Draft.merge(drafts, [drafter.name for drafter in self.drafters])
+        """The drafts of all within `plan.nodes`.
+
+        How the nodes are shared: each drafter but the last may take half of them, and the last one
+        what they did not use.  A row's share depends on that row alone, so that it drafts the same
+        in any batch.
+        """
+        half = plan if plan.nodes is None else replace(plan, nodes=-(-plan.nodes // 2))
+        last = len(self.drafters) - 1
+        drafts = [
+            drafter.propose(part, root_B, plan if i == last else half, sampling, noise)
+            for i, (drafter, part) in enumerate(zip(self.drafters, state.parts, strict=True))
+        ]
+        return Draft.merge(drafts, [drafter.name for drafter in self.drafters], plan.nodes)
 
     def advance(
         self, state: MergedState, committed_BM: Tensor, count_B: Tensor, features: Features
@@ -93,14 +100,3 @@ class Merged:
         """See `heads.protocols.Drafter`."""
         parts = zip(self.drafters, state.parts, strict=True)
         return MergedState([d.advance(s, committed_BM, count_B, features) for d, s in parts])
-
-
-def left_over(plan: Plan, drafts: list[Draft], waiting: int) -> Plan:
-    """How nodes are shared, the one place that says so: a drafter may take half of what is left,
-    the last one all of it.  A batch is as wide as its widest row, so the row that used least
-    counts."""
-    if plan.nodes is None:
-        return plan
-    used = sum(min(len(tokens) - 1 for tokens in draft.tokens) for draft in drafts)
-    left = plan.nodes - used
-    return replace(plan, nodes=left if waiting == 1 else -(-left // 2))
