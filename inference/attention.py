@@ -40,11 +40,18 @@ def grouped_attention(
         )
     assert attention_mask is not None
     folded = query.reshape(rows, groups, heads // groups * nodes, width)
-    mask = attention_mask.repeat(1, 1, heads // groups, 1)
     out = nn.functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=mask, scale=scaling
+        folded, key, value, attn_mask=_repeated(attention_mask, heads // groups), scale=scaling
     )
     return out.reshape(rows, heads, nodes, -1).transpose(1, 2), None
+
+
+def _repeated(mask: Tensor, times: int) -> Tensor:
+    """The rows of `mask` for each query head of a group; kept on the mask, which all layers get."""
+    known: dict[int, Tensor] = mask.__dict__.setdefault("repeated", {})
+    if times not in known:
+        known[times] = mask.repeat(1, 1, times, 1)
+    return known[times]
 
 
 def use_grouped_attention(model: Any) -> bool:

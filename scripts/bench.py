@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from selfdraft.heads.base import Head
 from selfdraft.heads.errors import InputError, exit_code, nearest
+from selfdraft.heads.protocols import Drafter
 from selfdraft.inference import loading
+from selfdraft.inference.drafters import Merged
+from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
+from selfdraft.scripts import drafting
 from selfdraft.scripts.bench_report import Method, conditions, differences, row, show
 from selfdraft.train.chat import RowError, prompt_messages
 from selfdraft.train.config import resolve_path
 from selfdraft.train.data import read_rows
 
+KNOWN = "plain,hf,hf_lookup,ngram,heads,heads+ngram"
 LOOKUP_TOKENS = 10  # transformers' usual number of tokens copied from the prompt
 
 
@@ -79,20 +85,37 @@ def stock_model(target: TargetModel) -> Any:
 def build_methods(
     spec: Speculator, against: list[str], new_tokens: int, parts: dict[str, Any]
 ) -> list[Method]:
-    """The loaded drafter and plain always, and what `against` adds."""
-    known = ["plain", "hf", "hf_lookup", "heads"]
+    """Plain and the loaded drafter always, and what `against` adds.
+
+    Raises:
+        InputError: a name in `against` that is none.
+    """
+    known = KNOWN.split(",")
     for name in against:
         if name not in known:
             raise InputError(f"--against {name!r} is unknown", nearest(name, known))
     target = spec.target
-    methods = [speculator_method("plain", Speculator(target), new_tokens, parts)]
+    ours = {"plain": Speculator(target)}
+    head = next((d for d in parts_of(spec.drafter) if isinstance(d, Head)), None)
+    others: dict[str, Any] = {"ngram": NGram}
+    if head is not None:
+        others |= {"heads": lambda: head, "heads+ngram": lambda: Merged([NGram(), head])}
+    for name in against:
+        if name in others:
+            other = Speculator(target, others[name]())
+            ours[other.drafter.name] = other
+    ours[spec.drafter.name] = spec
+    methods = [speculator_method(name, one, new_tokens, parts) for name, one in ours.items()]
     stock = [name for name in ("hf", "hf_lookup") if name in against]
     if stock:
         model = stock_model(target)
-        methods += [stock_method(name, model, target.eos_ids, new_tokens) for name in stock]
-    if spec.drafter.max_depth:
-        methods.append(speculator_method(spec.drafter.name, spec, new_tokens, parts))
+        methods[1:1] = [stock_method(name, model, target.eos_ids, new_tokens) for name in stock]
     return methods
+
+
+def parts_of(drafter: Drafter) -> list[Drafter]:
+    """The drafters that are merged in it, or itself."""
+    return drafter.drafters if isinstance(drafter, Merged) else [drafter]
 
 
 def read_prompts(
@@ -133,8 +156,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("max_new_tokens", "limit"):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} is {value}", "Give 1 or more.")
-    named = {"device": options.device} if options.device else {}
-    spec = Speculator.from_pretrained(options.heads, plan=options.draft, **named)
+    spec = drafting.load(options)
     target, against = spec.target, options.against.split(",")
     ids, categories = read_prompts(options.prompts, options.limit, target, options.max_new_tokens)
     parts: dict[str, Any] = {}
@@ -153,7 +175,8 @@ def run(options: argparse.Namespace) -> int:
     facts = conditions(
         target,
         heads=spec.drafter.name,
-        draft=spec.plan.depth,
+        depth=spec.plan.depth,
+        nodes=spec.plan.nodes,
         prompts=len(ids),
         prompt_file=Path(options.prompts).name,
         max_new_tokens=options.max_new_tokens,
@@ -169,13 +192,11 @@ def run(options: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0, or 2 for bad input."""
     cli = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
-    cli.add_argument("heads", help="a heads folder or hub id, e.g. runs/quickstart")
+    drafting.add_options(cli)
     cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
     cli.add_argument("--limit", type=int, help="use the first N prompts")
     cli.add_argument("--max-new-tokens", type=int, default=96)
-    cli.add_argument("--against", default="plain,hf", help="of plain,hf,hf_lookup,heads")
-    cli.add_argument("--draft", type=int, help="tokens drafted a round; all of the head's if unset")
-    cli.add_argument("--device", help="auto, cpu or cuda")
+    cli.add_argument("--against", default="plain,hf", help="of " + KNOWN)
     cli.add_argument("--json", help="write the report here")
     options = cli.parse_args(argv)
     return exit_code(lambda: run(options))

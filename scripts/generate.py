@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.statistics import Stats
+from selfdraft.scripts import drafting
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     cli = argparse.ArgumentParser(prog="generate.py", description=__doc__)
-    cli.add_argument("heads", help="a heads folder or hub id, e.g. runs/quickstart")
+    drafting.add_options(cli)
     cli.add_argument("--prompt", help="text to answer; read from standard input when left out")
     cli.add_argument("--max-new-tokens", type=int, default=128)
     cli.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     cli.add_argument("--top-k", type=int, default=0)
     cli.add_argument("--top-p", type=float, default=1.0)
     cli.add_argument("--seed", type=int, default=0)
-    cli.add_argument("--draft", type=int, help="tokens drafted a round; all of the head's if unset")
-    cli.add_argument("--target", help="another target than the one the heads name")
-    cli.add_argument("--device", default="auto")
-    cli.add_argument("--dtype", help="float32, bfloat16, float16; the trained one if unset")
     cli.add_argument("--no-chat", action="store_true", help="leave the chat template out")
     cli.add_argument(
         "--compare", action="store_true", help="also decode plainly; exit 1 if greedy differs"
@@ -37,12 +33,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     if not prompt.strip():
         raise InputError("the prompt is empty", 'Give --prompt "..." or text on standard input.')
-    named: dict[str, Any] = {"device": options.device}
-    if options.dtype:
-        named["dtype"] = options.dtype
-    spec = Speculator.from_pretrained(
-        options.heads, target=options.target, plan=options.draft, **named
-    )
+    spec = drafting.load(options)
     fast, stats = _stream(spec, prompt, options, echo=True)
     print(f"\n\n{_summary(spec.drafter.name, stats)}")
     if not options.compare:
@@ -87,6 +78,8 @@ def _rate(stats: Stats) -> float:
 def _summary(name: str, stats: Stats) -> str:
     accepted = " ".join(f"{share:.2f}" for share in stats.acceptance_by_depth)
     depths = f", accepted by depth {accepted}" if accepted else ""
+    if len(stats.accepted_by) > 1:
+        depths += ", " + ", ".join(f"{n} tokens by {by}" for by, n in stats.accepted_by.items())
     return (
         f"{name}: {stats.tokens} tokens, {_rate(stats):.1f} tokens/s, "
         f"{stats.tokens_per_round:.2f} tokens a round (bonus included){depths}"

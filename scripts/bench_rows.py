@@ -1,0 +1,136 @@
+"""Times trees of several sizes in batches of several rows: where speculation stops paying.
+
+python scripts/bench_rows.py runs/hydra --json docs/results/rows.json
+
+Greedy; every size and plain decoding (size 0) generate the same batches, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from selfdraft.heads.draft import Plan
+from selfdraft.heads.errors import InputError, exit_code
+from selfdraft.inference.drafters import Merged
+from selfdraft.inference.speculator import Speculator
+from selfdraft.scripts import drafting
+from selfdraft.scripts.bench import read_prompts
+from selfdraft.scripts.bench_report import conditions
+
+
+def measure(
+    spec: Speculator, prompts: list[list[int]], rows: int, sizes: list[int], new_tokens: int
+) -> list[dict[str, Any]]:
+    """One entry a tree size for batches of `rows`: tokens/s, tokens a round, the ratio to plain and
+    how many outputs equal plain's."""
+    speculators = {size: _with_nodes(spec, size) for size in sizes}
+    seconds, tokens, same = defaultdict(float), defaultdict(int), defaultdict(int)
+    rounds: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for start in range(0, len(prompts), rows):
+        batch, plain = prompts[start : start + rows], None
+        for size, one in speculators.items():
+            begin = time.perf_counter()
+            out = one.generate(batch, max_new_tokens=new_tokens, batch_size=rows)
+            seconds[size] += time.perf_counter() - begin
+            tokens[size] += out.stats.tokens
+            rounds[size][0] += out.stats.tokens - out.stats.rows
+            rounds[size][1] += out.stats.rounds
+            plain = plain or out.token_ids
+            same[size] += sum(a == b for a, b in zip(out.token_ids, plain, strict=True))
+    rate = {size: tokens[size] / seconds[size] for size in sizes}
+    return [
+        {
+            "rows": rows,
+            "nodes": size,
+            "tokens_per_second": rate[size],
+            "tokens_per_round": rounds[size][0] / max(1, rounds[size][1]),
+            "speedup_vs_plain": rate[size] / rate[0],
+            "identical": f"{same[size]}/{len(prompts)}",
+        }
+        for size in sizes
+    ]
+
+
+def _with_nodes(spec: Speculator, nodes: int) -> Speculator:
+    if not nodes:
+        return Speculator(spec.target)
+    tree = isinstance(spec.drafter, Merged)
+    plan = Plan(spec.drafter.max_depth, nodes) if tree else Plan(min(nodes, spec.drafter.max_depth))
+    return Speculator(spec.target, spec.drafter, plan)
+
+
+def show(entries: list[dict[str, Any]]) -> None:
+    """A line a batch size and tree size; the best of each batch size is marked."""
+    table = Table(title="greedy, batches of several rows, wall time with prefill")
+    for column in ("rows", "nodes", "tokens/s", "tokens a round", "x plain", "identical", "best"):
+        table.add_column(column, justify="right")
+    best = {}
+    for entry in entries:
+        known = best.get(entry["rows"])
+        if known is None or entry["tokens_per_second"] > known["tokens_per_second"]:
+            best[entry["rows"]] = entry
+    for entry in entries:
+        table.add_row(
+            str(entry["rows"]),
+            str(entry["nodes"]),
+            f"{entry['tokens_per_second']:.1f}",
+            f"{entry['tokens_per_round']:.2f}",
+            f"{entry['speedup_vs_plain']:.2f}",
+            entry["identical"],
+            "*" if entry is best[entry["rows"]] else "",
+        )
+    Console(width=100).print(table)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints, and writes the JSON where one is asked for."""
+    sizes, batches = ([int(n) for n in text.split(",")] for text in (options.sizes, options.rows))
+    if min(sizes) < 0 or min(batches) < 1 or options.max_new_tokens < 1:
+        raise InputError("a size, a row count or --max-new-tokens is too small", "Give 1 or more.")
+    sizes = [0, *(size for size in sizes if size)]
+    spec = drafting.load(options)
+    prompts, _ = read_prompts(options.prompts, options.limit, spec.target, options.max_new_tokens)
+    _with_nodes(spec, max(sizes)).generate(prompts[0][:64], max_new_tokens=8)  # not counted
+    entries: list[dict[str, Any]] = []
+    for rows in tqdm(batches, desc="batch sizes"):
+        entries += measure(spec, prompts, rows, sizes, options.max_new_tokens)
+    facts = conditions(
+        spec.target,
+        heads=spec.drafter.name,
+        prompts=len(prompts),
+        prompt_file=Path(options.prompts).name,
+        max_new_tokens=options.max_new_tokens,
+    )
+    facts["sampling"] = "greedy, wall time with prefill"
+    show(entries)
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps({"conditions": facts, "rows": entries}, indent=1))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; exit code 0, or 2 for bad input."""
+    cli = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
+    drafting.add_options(cli)
+    cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
+    cli.add_argument("--limit", type=int, default=16, help="use the first N prompts")
+    cli.add_argument("--max-new-tokens", type=int, default=48)
+    cli.add_argument("--rows", default="1,2,4,8,16", help="batch sizes")
+    cli.add_argument("--sizes", default="1,2,4,7,10,15", help="nodes of the tree")
+    cli.add_argument("--json", help="write the report here")
+    options = cli.parse_args(argv)
+    return exit_code(lambda: run(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
