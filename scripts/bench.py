@@ -94,16 +94,12 @@ def build_methods(
     for name in against:
         if name not in known:
             raise InputError(f"--against {name!r} is unknown", nearest(name, known))
-    target = spec.target
+    target, asked = spec.target, {"heads": Head, "heads+ngram": Merged, "ngram": NGram}
     ours = {"plain": Speculator(target)}
-    head = next((d for d in parts_of(spec.drafter) if isinstance(d, Head)), None)
-    others: dict[str, Any] = {"ngram": NGram}
-    if head is not None:
-        others |= {"heads": lambda: head, "heads+ngram": lambda: Merged([NGram(), head])}
     for name in against:
-        if name in others:
-            other = Speculator(target, others[name]())
-            ours[other.drafter.name] = other
+        for drafter in drafters_of(spec).values():
+            if name in asked and isinstance(drafter, asked[name]):
+                ours[drafter.name] = Speculator(target, drafter)
     ours[spec.drafter.name] = spec
     methods = [speculator_method(name, one, new_tokens, parts) for name, one in ours.items()]
     stock = [name for name in ("hf", "hf_lookup") if name in against]
@@ -113,9 +109,14 @@ def build_methods(
     return methods
 
 
-def parts_of(drafter: Drafter) -> list[Drafter]:
-    """The drafters that are merged in it, or itself."""
-    return drafter.drafters if isinstance(drafter, Merged) else [drafter]
+def drafters_of(spec: Speculator) -> dict[str, Drafter]:
+    """By name: n-grams, the loaded head, and both in one tree."""
+    merged = spec.drafter.drafters if isinstance(spec.drafter, Merged) else [spec.drafter]
+    found: list[Drafter] = [NGram()]
+    for head in merged:
+        if isinstance(head, Head):
+            found += [head, Merged([NGram(), head])]
+    return {drafter.name: drafter for drafter in found}
 
 
 def read_prompts(
