@@ -47,7 +47,9 @@ class Warper:
             return self.theirs(input_ids, scores_NV)
         result_NV = torch.full_like(scores_NV, -math.inf)
         result, scores = result_NV.numpy(), scores_NV.detach().numpy()
-        for row, given, ids in zip(result, scores, self.kept(scores_NV), strict=True):
+        with np.errstate(invalid="ignore"):  # rows without a law: NaN comes and NaN goes
+            kept = self.kept(scores_NV)
+        for row, given, ids in zip(result, scores, kept, strict=True):
             row[ids] = given[ids]
         return result_NV
 
