@@ -60,77 +60,67 @@ def chain(settings: Settings, prompt_length: int) -> list[Any]:
 
 def _before_warpers(s: Settings, start: int) -> list[Any]:
     eos = list(s.eos_ids)
-    forced_bos = s.forced_bos_token_id
+    forced_bos, bad, decay = (
+        s.forced_bos_token_id,
+        s.bad_words_ids,
+        s.exponential_decay_length_penalty,
+    )
     begin = start if start > 1 or forced_bos is None else start + 1
-    table: list[tuple] = [
-        (s.sequence_bias is not None, stock.SequenceBiasLogitsProcessor, s.sequence_bias),
-        (
-            s.repetition_penalty != 1,
-            stock.RepetitionPenaltyLogitsProcessor,
-            float(s.repetition_penalty),
-        ),
-        (
-            s.no_repeat_ngram_size,
-            stock.NoRepeatNGramLogitsProcessor,
-            int(s.no_repeat_ngram_size),
-        ),
-        (
-            s.bad_words_ids is not None,
-            stock.NoBadWordsLogitsProcessor,
-            s.bad_words_ids,
-            eos or None,
-        ),
-        (
-            s.min_new_tokens and eos,
-            stock.MinNewTokensLengthLogitsProcessor,
-            start,
-            int(s.min_new_tokens),
-            eos,
-        ),
-        (forced_bos is not None, stock.ForcedBOSTokenLogitsProcessor, forced_bos),
-        (
-            s.forced_eos_token_id is not None,
-            stock.ForcedEOSTokenLogitsProcessor,
-            start + (s.max_new_tokens or 0),
-            s.forced_eos_token_id,
-        ),
-        (s.remove_invalid_values, stock.InfNanRemoveLogitsProcessor),
-        (
-            s.exponential_decay_length_penalty is not None and eos,
+    end = start + (s.max_new_tokens or 0)
+    penalty, size, least = s.repetition_penalty, s.no_repeat_ngram_size, s.min_new_tokens
+    table: dict[str, tuple] = {
+        "sequence_bias": (stock.SequenceBiasLogitsProcessor, s.sequence_bias),
+        "repetition_penalty": (stock.RepetitionPenaltyLogitsProcessor, float(penalty)),
+        "no_repeat_ngram_size": (stock.NoRepeatNGramLogitsProcessor, int(size)),
+        "bad_words_ids": (stock.NoBadWordsLogitsProcessor, bad, eos or None),
+        "min_new_tokens": (stock.MinNewTokensLengthLogitsProcessor, start, int(least), eos),
+        "forced_bos_token_id": (stock.ForcedBOSTokenLogitsProcessor, forced_bos),
+        "forced_eos_token_id": (stock.ForcedEOSTokenLogitsProcessor, end, s.forced_eos_token_id),
+        "remove_invalid_values": (stock.InfNanRemoveLogitsProcessor,),
+        "exponential_decay_length_penalty": (
             stock.ExponentialDecayLengthPenalty,
-            s.exponential_decay_length_penalty,
+            decay,
             eos,
             start,
         ),
-        (s.suppress_tokens is not None, stock.SuppressTokensLogitsProcessor, s.suppress_tokens),
-        (
-            s.begin_suppress_tokens is not None,
+        "suppress_tokens": (stock.SuppressTokensLogitsProcessor, s.suppress_tokens),
+        "begin_suppress_tokens": (
             stock.SuppressTokensAtBeginLogitsProcessor,
             s.begin_suppress_tokens,
             begin,
         ),
-    ]
-    return _made(table)
+    }
+    # Without an end of sequence there is none to forbid or to favour.
+    needless = () if eos else ("min_new_tokens", "exponential_decay_length_penalty")
+    return [_made(s, n, *row) for n, row in table.items() if n not in needless and _asked(s, n)]
 
 
 def _warpers(s: Settings) -> list[Any]:
-    temperature = max(float(s.temperature), COLDEST)
-    return _made(
-        [
-            (s.temperature != 1, stock.TemperatureLogitsWarper, temperature),
-            (s.top_h is not None, stock.TopHLogitsWarper, s.top_h),
-            (s.top_k, stock.TopKLogitsWarper, int(s.top_k)),
-            (s.top_p < 1, stock.TopPLogitsWarper, s.top_p),
-            (s.min_p is not None, stock.MinPLogitsWarper, s.min_p),
-            (s.typical_p < 1, stock.TypicalLogitsWarper, s.typical_p),
-            (s.epsilon_cutoff, stock.EpsilonLogitsWarper, s.epsilon_cutoff),
-            (s.eta_cutoff, stock.EtaLogitsWarper, s.eta_cutoff),
-        ]
-    )
+    table: dict[str, tuple] = {
+        "temperature": (stock.TemperatureLogitsWarper, max(float(s.temperature), COLDEST)),
+        "top_h": (stock.TopHLogitsWarper, s.top_h),
+        "top_k": (stock.TopKLogitsWarper, int(s.top_k)),
+        "top_p": (stock.TopPLogitsWarper, s.top_p),
+        "min_p": (stock.MinPLogitsWarper, s.min_p),
+        "typical_p": (stock.TypicalLogitsWarper, s.typical_p),
+        "epsilon_cutoff": (stock.EpsilonLogitsWarper, s.epsilon_cutoff),
+        "eta_cutoff": (stock.EtaLogitsWarper, s.eta_cutoff),
+    }
+    return [_made(s, name, *row) for name, row in table.items() if _asked(s, name)]
 
 
-def _made(table: list[tuple]) -> list[Any]:
-    return [make(*arguments) for wanted, make, *arguments in table if wanted]
+def _asked(settings: Settings, name: str) -> bool:
+    return getattr(settings, name) != type(settings).__dataclass_fields__[name].default
+
+
+def _made(settings: Settings, name: str, make: Any, *arguments: Any) -> Any:
+    try:
+        return make(*arguments)
+    except (ValueError, TypeError) as error:  # transformers' own checks
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{name} is {getattr(settings, name)!r}: {reason}", "Give it as transformers takes it."
+        ) from None
 
 
 def prefix_free(processor: Any) -> bool:

