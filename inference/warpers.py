@@ -11,6 +11,7 @@ Shape suffixes: N laws, V vocabulary, T prefix.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def faster(processor: Any) -> Any:
     return make(processor)
 
 
-class Warper:
+class Warper(ABC):
     """A warper of transformers, given by the ids it keeps of each law.
 
     Args:
@@ -53,9 +54,9 @@ class Warper:
             row[ids] = given[ids]
         return result_NV
 
+    @abstractmethod
     def kept(self, scores_NV: Tensor) -> list[Any]:
         """Ids that stay, for each law."""
-        raise NotImplementedError
 
 
 class TopK(Warper):

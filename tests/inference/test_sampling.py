@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from selfdraft.heads import HEADS, InputError
-from selfdraft.inference.noise import RowNoise
 from selfdraft.inference.settings import OTHERWISE, REFUSED
 from selfdraft.inference.speculator import Speculator
 
@@ -296,31 +295,3 @@ def test_processors_see_no_padding() -> None:
         for length in range(len(prompt), len(text)):
             assert text[:length] in seen  # every token was decided under its own prefix
     assert all(any(ids[: len(p)] == p for p in PROMPTS) for ids in seen)
-
-
-def test_draws_over_many_blocks_follow_the_law() -> None:
-    """A law over 1,000 ids: mass in few blocks, whole blocks empty, the last one partly filled."""
-    law = torch.zeros(1000, dtype=torch.float64)
-    support = torch.tensor([0, 255, 256, 700, 998, 999])
-    law[support] = torch.tensor([0.1, 0.2, 0.05, 0.3, 0.05, 0.3], dtype=torch.float64)
-    counts, trials = torch.zeros(1000, dtype=torch.float64), 4000
-    for seed in range(trials):
-        counts[RowNoise([seed], [3]).categorical(law, 0, 0, 2)] += 1 / trials  # type: ignore[arg-type]
-    # TV <= sqrt((V-1)/N)/2 + sqrt(ln(1/delta)/(2N)) with delta = 1e-6, V the support
-    bound = 0.5 * (5 / trials) ** 0.5 + (13.8 / (2 * trials)) ** 0.5
-    assert (counts - law).abs().sum() / 2 < bound
-    assert counts[law == 0].sum() == 0
-
-
-@pytest.mark.parametrize("number", [0.0, 0.1, 0.3 - 1e-17, 0.65, 0.95, 1 - 2**-53])
-def test_draws_are_the_inverse_of_the_running_sum(number: float, monkeypatch: Any) -> None:
-    monkeypatch.setattr(RowNoise, "uniform", lambda *key: number)
-    generator = torch.Generator().manual_seed(1)
-    law = torch.rand(5000, generator=generator, dtype=torch.float64)
-    law[::3] = 0
-    law[:700] = 0
-    law /= law.sum()
-    drawn = RowNoise([0], [0]).categorical(law, 0, 0, 2)  # type: ignore[arg-type]
-    below, upto = law[:drawn].sum(), law[: drawn + 1].sum()
-    assert law[drawn] > 0
-    assert below - 1e-12 <= number <= upto + 1e-12
