@@ -50,8 +50,8 @@ class RowNoise:
         Raises:
             InputError: a law without mass, or one that is not finite.
         """
-        size = len(law_V)
-        blocks_NK = nn.functional.pad(law_V.double(), (0, -size % BLOCK)).view(-1, BLOCK)
+        law_V, rest = law_V.double(), -len(law_V) % BLOCK
+        blocks_NK = (nn.functional.pad(law_V, (0, rest)) if rest else law_V).view(-1, BLOCK)
         cdf = blocks_NK.sum(1).cumsum(0).cpu().numpy()
         if not 0 < cdf[-1] < math.inf:
             raise InputError(
@@ -63,6 +63,6 @@ class RowNoise:
         # Rounding can put the threshold on the last step: never beyond the support.
         block = min(block, int(cdf.searchsorted(cdf[-1])))
         inside = blocks_NK[block].cumsum(0).cpu().numpy()
-        rest = threshold - (cdf[block - 1] if block else 0.0)
-        index = int(inside.searchsorted(rest, side="right"))
+        threshold -= cdf[block - 1] if block else 0.0
+        index = int(inside.searchsorted(threshold, side="right"))
         return block * BLOCK + min(index, int(inside.searchsorted(inside[-1])))
