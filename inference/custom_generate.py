@@ -9,26 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..heads.errors import InputError
 from .decode import Row, decode
 from .prompts import check_ids
-from .sampling import Settings
+from .settings import REFUSED, Settings, refuse
 from .statistics import Stats
 
 if TYPE_CHECKING:
     from .speculator import Speculator
 
-# What generate can be asked for and a single sampled or greedy path cannot give: the neutral value.
-REFUSED = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "constraints": None,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-}
 PER_ROW = "prompt_ignore_length"
 
 
@@ -52,13 +40,8 @@ def run(
     Raises:
         InputError: a setting that cannot be honoured, by name.
     """
-    for name, neutral in REFUSED.items():
-        value = getattr(config, name, neutral)
-        if value not in (neutral, None):
-            raise InputError(
-                f"generate was asked for {name}={value!r}, which drafting cannot give",
-                f"Leave {name} at {neutral!r}.",
-            )
+    for name in REFUSED:
+        refuse(name, getattr(config, name, None))
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     # The random stream is the caller's torch generator: a set seed repeats.

@@ -19,7 +19,8 @@ from torch import Tensor
 from ..heads.draft import Draft, Plan
 from ..heads.protocols import Drafter, Features, Purpose
 from .noise import RowNoise
-from .sampling import RowSampling, Settings
+from .sampling import RowSampling
+from .settings import Settings
 from .statistics import Stats
 from .target import TargetModel
 from .verifier import Verdict, verify

@@ -6,14 +6,17 @@ node, purpose).  Each round starts at another length, so no coin is used twice.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..heads.errors import InputError
 from ..heads.protocols import Purpose
+
+BLOCK = 256  # tokens summed up at once in a draw
 
 
 @dataclass
@@ -40,9 +43,26 @@ class RowNoise:
         return self.uniform(row, node, Purpose.ACCEPT) < probability
 
     def categorical(self, law_V: Tensor, row: int, node: int, purpose: Purpose) -> int:
-        """See `heads.protocols.Noise`; by inverse CDF, so equal laws and keys draw equal tokens."""
-        cdf_V = law_V.double().cumsum(0)
-        threshold = cdf_V[-1:] * self.uniform(row, node, purpose)
-        index = int(torch.searchsorted(cdf_V, threshold, right=True))
+        """See `heads.protocols.Noise`; by inverse CDF, so equal laws and keys draw equal tokens.
+
+        The running sum over a large vocabulary is taken block by block, and inside one block alone.
+
+        Raises:
+            InputError: a law without mass, or one that is not finite.
+        """
+        law_V, rest = law_V.double(), -len(law_V) % BLOCK
+        blocks_NK = (nn.functional.pad(law_V, (0, rest)) if rest else law_V).view(-1, BLOCK)
+        cdf = blocks_NK.sum(1).cumsum(0).cpu().numpy()
+        if not 0 < cdf[-1] < math.inf:
+            raise InputError(
+                f"no token of row {row} can be drawn: its law has mass {cdf[-1]}",
+                "See that logits processors leave a token, and that the logits are finite.",
+            )
+        threshold = cdf[-1] * self.uniform(row, node, purpose)
+        block = int(cdf.searchsorted(threshold, side="right"))
         # Rounding can put the threshold on the last step: never beyond the support.
-        return index if index < len(law_V) else int(law_V.nonzero()[-1])
+        block = min(block, int(cdf.searchsorted(cdf[-1])))
+        inside = blocks_NK[block].cumsum(0).cpu().numpy()
+        threshold -= cdf[block - 1] if block else 0.0
+        index = int(inside.searchsorted(threshold, side="right"))
+        return block * BLOCK + min(index, int(inside.searchsorted(inside[-1])))

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..heads.draft import Plan
-from ..heads.errors import InputError, nearest
+from ..heads.errors import InputError
 from ..heads.protocols import Drafter
 from .assembly import build_drafter, build_plan, build_target, check_drafter, local_folder
 from .decode import Record, Row, decode
 from .drafters import Plain
 from .prompts import prompt_ids, stop_rule
-from .sampling import Settings
+from .settings import Settings, settings_for
 from .statistics import Stats
 from .target import TargetModel
 
@@ -114,12 +114,12 @@ class Speculator:
             seed: an int s gives output row i the seed s + i; a list gives one a row.
             batch_size: rows decoded together at most.
             record: is handed the target's states of every token read, by output row.
-            sampling: fields of `Settings`: do_sample, temperature, top_k, top_p, min_p,
-                repetition_penalty, logits_processor.
+            sampling: fields of `Settings`, by transformers' names: do_sample, temperature, top_k,
+                top_p, min_p, repetition_penalty, logits_processor and others.
         Raises:
             InputError: a bad prompt or argument.
         """
-        settings = _settings(sampling)
+        settings = self._settings(sampling, max_new_tokens)
         ids, _ = prompt_ids(self.target, prompts, chat)
         if num_return_sequences < 1 or batch_size < 1:
             raise InputError("num_return_sequences or batch_size is below 1", "Give 1 or more.")
@@ -154,7 +154,7 @@ class Speculator:
         Args:
             stats: filled in while the text comes.
         """
-        settings = _settings(sampling)
+        settings = self._settings(sampling, max_new_tokens)
         ids, many = prompt_ids(self.target, prompt, chat)
         if many or self.target.tokenizer is None:
             raise InputError("stream takes one prompt and needs a tokenizer", "Use generate.")
@@ -189,6 +189,15 @@ class Speculator:
         mask = kwargs.get("attention_mask")
         return run(self, input_ids, mask, logits_processor, stopping_criteria, generation_config)
 
+    def _settings(self, given: dict[str, Any], max_new_tokens: int) -> Settings:
+        return settings_for(
+            given,
+            call=CALL_ARGUMENTS,
+            eos_ids=self.target.eos_ids,
+            vocab=self.target.spec.vocab_size,
+            tokens=max_new_tokens,
+        )
+
     def _rows(
         self,
         prompts: list[list[int]],
@@ -216,11 +225,3 @@ class Speculator:
     def _text(self, ids: list[int]) -> str:
         tokenizer = self.target.tokenizer
         return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _settings(sampling: dict[str, Any]) -> Settings:
-    for name in sampling:
-        if name not in Settings.__dataclass_fields__:
-            known = [*Settings.__dataclass_fields__, *CALL_ARGUMENTS]
-            raise InputError(f"generate does not take {name!r}", nearest(name, known))
-    return Settings(**sampling)

@@ -16,7 +16,8 @@ from torch import Tensor
 from selfdraft.heads import HEADS, Plan, load_head, save_head
 from selfdraft.heads.base import Head
 from selfdraft.inference.noise import RowNoise
-from selfdraft.inference.sampling import RowSampling, Settings
+from selfdraft.inference.sampling import RowSampling
+from selfdraft.inference.settings import Settings
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 

@@ -13,7 +13,8 @@ from fixtures import batch_of, make_head, spoiled_head, tiny
 from selfdraft.heads import HEADS, Draft, Head, Plan
 from selfdraft.heads.shapes import check_tree, likely_tree
 from selfdraft.inference.noise import RowNoise
-from selfdraft.inference.sampling import RowSampling, Settings
+from selfdraft.inference.sampling import RowSampling
+from selfdraft.inference.settings import Settings
 
 ROOT = torch.tensor([7, 3])
 TREES = sorted(kind for kind in HEADS if HEADS[kind].trees)

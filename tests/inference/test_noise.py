@@ -49,3 +49,33 @@ def test_frequencies() -> None:
     assert (counts - law).abs().sum() / 2 < 0.05
     accepted = sum(RowNoise([seed], [9]).bernoulli(0.25, 0, 2) for seed in range(trials))
     assert abs(accepted / trials - 0.25) < 0.04
+
+
+def test_draws_over_many_blocks_follow_the_law() -> None:
+    """A law over 1,000 ids: mass in few blocks, whole blocks empty, the last one partly filled."""
+    law = torch.zeros(1000, dtype=torch.float64)
+    support = torch.tensor([0, 255, 256, 700, 998, 999])
+    law[support] = torch.tensor([0.1, 0.2, 0.05, 0.3, 0.05, 0.3], dtype=torch.float64)
+    counts, trials = torch.zeros(1000, dtype=torch.float64), 4000
+    for seed in range(trials):
+        counts[RowNoise([seed], [3]).categorical(law, 0, 0, Purpose.DRAFT)] += 1 / trials
+    # TV <= sqrt((V-1)/N)/2 + sqrt(ln(1/delta)/(2N)) with delta = 1e-6, V the support
+    bound = 0.5 * (5 / trials) ** 0.5 + (13.8 / (2 * trials)) ** 0.5
+    assert (counts - law).abs().sum() / 2 < bound
+    assert counts[law == 0].sum() == 0
+
+
+@pytest.mark.parametrize("number", [0.0, 0.1, 0.3 - 1e-17, 0.65, 0.95, 1 - 2**-53])
+def test_draws_are_the_inverse_of_the_running_sum(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RowNoise, "uniform", lambda *key: number)
+    generator = torch.Generator().manual_seed(1)
+    law = torch.rand(5000, generator=generator, dtype=torch.float64)
+    law[::3] = 0
+    law[:700] = 0
+    law /= law.sum()
+    drawn = RowNoise([0], [0]).categorical(law, 0, 0, Purpose.DRAFT)
+    below, upto = law[:drawn].sum(), law[: drawn + 1].sum()
+    assert law[drawn] > 0
+    assert below - 1e-12 <= number <= upto + 1e-12
