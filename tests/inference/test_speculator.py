@@ -151,8 +151,9 @@ def test_custom_generate_refuses_a_prompt_without_room() -> None:
 def test_from_pretrained_of_heads_that_name_a_random_target(folder: Path) -> None:
     spec = Speculator.from_pretrained(folder, device="cpu")
     assert spec.target.spec.identity == tiny().spec.identity
-    assert spec.drafter.name == "hydra"
-    assert spec.plan == Plan(2)
+    assert spec.drafter.name == "hydra+ngram"
+    alone = Speculator.from_pretrained(folder, drafter="heads", target=tiny())
+    assert (alone.drafter.name, alone.plan) == ("hydra", Plan(2))
     out = spec.generate(PROMPTS, max_new_tokens=12)
     assert out.token_ids == plain(tiny(), PROMPTS, 12)
     assert out.stats.drafted_by_depth
