@@ -18,7 +18,7 @@ from selfdraft.heads.sequence import Memory, SequenceHead
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 
-DEPTH, TIME = 4, 21
+DEPTH, TIME = 4, 27
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -110,8 +110,8 @@ class Rounds:
         return self.part(self.length, 1, self.ids)[:, 0]
 
 
-def agree(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+def agree(got: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def compare_memories(got: Memory, expected: Memory) -> None:
@@ -179,7 +179,7 @@ def test_packed_documents_are_as_if_alone(kind: str, fields: dict) -> None:
         row = torch.tensor([place - part.start])
         alone = head.unroll({"ids": rounds.ids[:, part]}, features, [row] * DEPTH)
         for k in range(DEPTH):
-            agree(together[k][int(place == 11)], alone[k][0])
+            agree(together[k][int(place == 11)], alone[k][0], 1e-5)  # angles are float32
 
 
 # -- the first output of a new head ---------------------------------------------------------------
