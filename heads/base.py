@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 
 from .draft import Draft, Plan
 from .losses import OBJECTIVES, distil, loss_rows
-from .protocols import Features, Noise, Purpose, Sampling, State
+from .protocols import Features, Noise, Sampling, State
+from .trees import grow
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Head(nn.Module):
     kind: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     draft_ids: Tensor | None
+    trees: ClassVar[bool] = True  # False for a head that can only draft chains
 
     def __init__(
         self, config: HeadConfig, spec: TargetSpec, draft_ids: Tensor | None = None
@@ -207,58 +208,32 @@ class Head(nn.Module):
         """See `Drafter.advance`."""
         return _last_features(features, count_B - 1)
 
-    def step(self, state: Any, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
-        """State [B, D] whose logits are the law of slot k = len(tokens).
+    def step(
+        self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+    ) -> Tensor:
+        """States [B, W, D] whose logits are the laws of slot k after W nodes of a level.
 
         Args:
-            tokens: the root and the tokens drafted so far, each [B].
-            memo: empty at the root, kept along the chain.
+            paths_BWk: tokens from the root (included) to each node.
+            place_BW: each node's parent, as its place among the nodes of the call before.
+            memo: empty at the root, kept from level to level.
         """
         raise TypeError(f"head kind {self.kind!r} does not define step")
 
-    def draft_logits(self, hidden_BD: Tensor, depth: int) -> Tensor:
-        """Logits over the draft vocabulary at slot `depth` (from 1)."""
+    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """Logits [.., D] over the draft vocabulary at slot `depth` (from 1)."""
         weights = self.output_weights()
         if weights is not None:
-            return nn.functional.linear(hidden_BD, weights[depth - 1])
+            return nn.functional.linear(hidden, weights[depth - 1])
         if self._project is None:
             self._project = self.spec.projector(self.draft_ids, True)
-        return self._project(hidden_BD)
+        return self._project(hidden)
 
     def propose(
         self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
-        """A chain: slot after slot, each token chosen or drawn from the law of its own prefix."""
-        tokens, laws = [root_B], []
-        memo: dict[str, Tensor] = {}
-        valid = [torch.ones(len(root_B), dtype=torch.bool)]
-        for depth in range(1, min(plan.depth, self.max_depth) + 1):
-            logits_BD = self.draft_logits(self.step(state, tokens, memo), depth)
-            if sampling.raw_greedy:
-                chosen_B = logits_BD.argmax(-1)
-                tokens.append(chosen_B if self.draft_ids is None else self.draft_ids[chosen_B])
-                valid.append(valid[0])
-                continue
-            logits_BV = scatter_logits(logits_BD, self.draft_ids, self.spec.vocab_size)
-            # A row without a law (NaN, inf, or every draft token forbidden) drafts no further.
-            fine_B = (logits_BV > -torch.inf).any(-1) & ~logits_BV.isnan().any(-1)
-            fine_B &= ~(logits_BV == torch.inf).any(-1)
-            logits_BV = torch.where(fine_B[:, None], logits_BV, 0.0)
-            so_far = torch.stack(tokens, 1)[:, 1:].tolist()
-            law = sampling.laws(logits_BV[:, None], partial(_row, so_far))[:, 0]
-            if sampling.greedy:
-                tokens.append(law)
-            else:
-                fine_B &= ~law.isnan().any(-1)
-                law = torch.where(fine_B[:, None], law, 1 / law.shape[-1])
-                tokens.append(draw(noise, law, depth))
-                laws.append(law)
-            valid.append(valid[-1] & fine_B.cpu())
-        ids_BN, valid_BN = torch.stack(tokens, 1), torch.stack(valid, 1)
-        if sampling.greedy or not laws:
-            return Draft.chain(ids_BN, valid_BN=valid_BN)
-        laws.append(torch.zeros_like(laws[0]))
-        return Draft.chain(ids_BN, torch.stack(laws, 1), valid_BN)
+        """A chain or a tree, each token chosen or drawn from the law of its own prefix."""
+        return grow(self, state, root_B, plan, sampling, noise)
 
 
 def tap_layers(taps: list[int], layers: int) -> list[int]:
@@ -278,24 +253,6 @@ def _last_features(features: Features, index_B: Tensor) -> LastFeatures:
     return LastFeatures(
         features["hidden"][rows, index_B], None if taps is None else taps[rows, index_B]
     )
-
-
-def _row(paths: list[list[int]], row: int, node: int) -> list[int]:
-    return paths[row]
-
-
-def draw(noise: Noise, law_BV: Tensor, node: int) -> Tensor:
-    """One token a row from its law; `node` keys the decision."""
-    drawn = [noise.categorical(law, row, node, Purpose.DRAFT) for row, law in enumerate(law_BV)]
-    return torch.tensor(drawn, device=law_BV.device)
-
-
-def scatter_logits(logits_BD: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Draft logits over target ids, -inf outside the draft vocabulary."""
-    if draft_ids is None:
-        return logits_BD
-    full = logits_BD.new_full((*logits_BD.shape[:-1], vocab_size), -torch.inf)
-    return full.index_copy_(-1, draft_ids, logits_BD)
 
 
 HEADS: dict[str, type[Head]] = {}

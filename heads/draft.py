@@ -5,10 +5,16 @@ Shape suffixes: B rows, N draft nodes, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+Tree = tuple[tuple[int, ...], ...]
+"""A fixed shape: a node is the path of ranks that leads to it, (0,) being the root's first child,
+(0, 1) that child's second one (the form of Medusa's choices)."""
 
 
 @dataclass(frozen=True)
@@ -17,18 +23,40 @@ class Plan:
 
     Attributes:
         depth: longest path below the root, in tokens; 0 asks for plain decoding.
+        nodes: nodes below the root at most.  Where tokens are chosen, a tree of that size is grown
+            best-first; where they are drawn, a tree of fixed shape.  None for one chain.
+        tree: a fixed shape instead.
+        confidence: a node whose path has less than this probability gets no children.
+        tokens: what one forward may read, over all rows of a batch; leaves each row an equal share
+            of nodes.  None for no bound.
     """
 
     depth: int = 4
+    nodes: int | None = None
+    tree: Tree | None = None
+    confidence: float = 0.0
+    tokens: int | None = None
 
     def capped(self, depth: int) -> Plan:
         """The same plan, no deeper than `depth` (never below 0)."""
-        return Plan(depth=max(0, min(self.depth, depth)))
+        return replace(self, depth=max(0, min(self.depth, depth)))
+
+    def shared(self, rows: int) -> Plan:
+        """The plan of each of `rows` rows, `tokens` divided among them.  A share that is smaller
+        than the tree cuts the tree; a chain is shortened."""
+        if self.tokens is None or self.depth == 0:
+            return self
+        share = max(0, self.tokens // rows - 1)
+        if self.nodes is not None or self.tree is not None:
+            nodes = share if self.nodes is None else min(self.nodes, share)
+            return replace(self, nodes=nodes, depth=self.depth if nodes else 0)
+        return self.capped(share)
 
 
 @dataclass
 class Draft:
-    """One tree of proposed tokens a row; node 0 is the root, the last committed token.
+    """One tree of proposed tokens a row; node 0 is the root, the last committed token.  Nodes stand
+    in the order of their depth.
 
     Attributes:
         ids_BN: token of each node, target ids.
@@ -36,8 +64,10 @@ class Draft:
             Siblings stand in the order in which they are tried: points first.
         drawn_BN: False for a point proposal (chosen without chance), True for a token drawn
             without replacement from its parent's law.
-        q_BNV: the law from which the drawn children of each node came; None when all are points.
         valid_BN: prefix mask; rows of a batch may hold fewer nodes than N.
+        q_BNV: the law from which the drawn children of each node came; None when all are points.
+        names: drafters that took part, where there are several.
+        sources: for each row and valid node, which of `names` proposed it, as bits.
     """
 
     ids_BN: Tensor
@@ -45,7 +75,8 @@ class Draft:
     drawn_BN: Tensor
     valid_BN: Tensor
     q_BNV: Tensor | None = None
-    _parents: list[list[int]] | None = field(default=None, repr=False)
+    names: tuple[str, ...] = ()
+    sources: list[list[int]] | None = None
 
     @classmethod
     def root(cls, root_B: Tensor) -> Draft:
@@ -70,16 +101,29 @@ class Draft:
         valid = torch.ones(rows, nodes, dtype=torch.bool) if valid_BN is None else valid_BN
         return cls(ids_BN, parents, drawn, valid, q_BNV)
 
-    @property
+    @classmethod
+    def points(
+        cls, ids: list[list[int]], parents: list[list[int]], device: torch.device | None = None
+    ) -> Draft:
+        """Point proposals from lists, a row each, the root first."""
+        ids_BN, parent_BN = _padded(ids, 0, device), _padded(parents, 0)
+        counts_B1 = torch.tensor([[len(row)] for row in ids])
+        valid_BN = torch.arange(ids_BN.shape[1]) < counts_B1
+        return cls(ids_BN, parent_BN, torch.zeros_like(valid_BN), valid_BN)
+
+    @cached_property
     def parents(self) -> list[list[int]]:
         """The valid nodes' parents as lists, row by row (one transfer, then kept)."""
-        if self._parents is None:
-            counts = self.valid_BN.sum(1).tolist()
-            self._parents = [
-                row[:n] for row, n in zip(self.parent_BN.tolist(), counts, strict=True)
-            ]
-        return self._parents
+        counts = self.valid_BN.sum(1).tolist()
+        return [row[:n] for row, n in zip(self.parent_BN.tolist(), counts, strict=True)]
 
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """The valid nodes' ids as lists, row by row (one transfer, then kept)."""
+        rows = zip(self.ids_BN.tolist(), self.parents, strict=True)
+        return [ids[: len(parents)] for ids, parents in rows]
+
+    @cached_property
     def depths(self) -> list[list[int]]:
         """Depth of each valid node, the root's being 0."""
         result = []
@@ -90,6 +134,7 @@ class Draft:
             result.append(depths)
         return result
 
+    @cached_property
     def children(self) -> list[list[list[int]]]:
         """Children of each valid node in the order in which they are tried."""
         result = []
@@ -100,6 +145,11 @@ class Draft:
             result.append(children)
         return result
 
+    @cached_property
+    def is_chain(self) -> bool:
+        """True when every row is a single path."""
+        return all(p == list(range(-1, len(p) - 1)) for p in self.parents)
+
     def path(self, row: int, node: int) -> list[int]:
         """Nodes from the root (included) to `node` (included)."""
         parents, path = self.parents[row], [node]
@@ -108,30 +158,115 @@ class Draft:
         return path[::-1]
 
     def shortened(self, room: list[int]) -> Draft:
-        """Each row up to its first node deeper than `room` allows, so that what a row drafts does
-        not depend on the rows beside it."""
+        """Each row without the nodes deeper than `room` allows, so that what a row drafts does not
+        depend on the rows beside it."""
         counts = [
-            next((n for n, depth in enumerate(depths) if depth > most), len(depths))
-            for depths, most in zip(self.depths(), room, strict=True)
+            sum(depth <= most for depth in depths)
+            for depths, most in zip(self.depths, room, strict=True)
         ]
         if counts == [len(parents) for parents in self.parents]:
             return self
         nodes = torch.arange(self.ids_BN.shape[1])
-        valid_BN = nodes < torch.tensor(counts)[:, None]
-        return replace(self, valid_BN=valid_BN, _parents=None)
-
-    def is_chain(self) -> bool:
-        """True when every row is a single path."""
-        return all(p == list(range(-1, len(p) - 1)) for p in self.parents)
+        # A prefix, since nodes stand in the order of their depth.
+        return replace(self, valid_BN=nodes < torch.tensor(counts)[:, None])
 
     def ancestors(self) -> Tensor:
         """`[B, N, N]` bool on the CPU: entry (n, m) says that node n may look at node m, which is
         itself or one of its ancestors.  Nodes past a row's end look at themselves alone."""
         rows, nodes = self.ids_BN.shape
-        if self.is_chain() and bool(self.valid_BN.all()):
+        if self.is_chain and bool(self.valid_BN.all()):
             return torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, nodes, nodes)
         mask = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
         for row, parents in enumerate(self.parents):
             for node, parent in enumerate(parents[1:], start=1):
                 mask[row, node] |= mask[row, parent]
         return mask
+
+    def depth_BN(self) -> Tensor:
+        """Depth of each node on the CPU, 0 past a row's end."""
+        return _padded(self.depths, 0, width=self.ids_BN.shape[1])
+
+    @classmethod
+    def merge(cls, drafts: Sequence[Draft], names: Sequence[str]) -> Draft:
+        """Joins the drafts of several drafters for the same roots into one tree.
+
+        Equal points of one parent become one node.  A drawn node stays beside an equal point:
+        to drop it would depend on chance, and bias the output.
+
+        Args:
+            drafts: earlier ones' points are tried first; one at most may hold drawn tokens, so
+                that no node has two laws.
+            names: their drafters', for statistics.
+        Raises:
+            ValueError: two drafts with drawn tokens.
+        """
+        drawing = [i for i, draft in enumerate(drafts) if draft.q_BNV is not None]
+        if len(drawing) > 1:
+            raise ValueError("at most one of the merged drafts may hold drawn tokens")
+        rows = [_merged_row(drafts, row) for row in range(len(drafts[0].ids_BN))]
+        device = drafts[0].ids_BN.device
+        merged = cls.points([r.ids for r in rows], [r.parents for r in rows], device)
+        merged.names, merged.sources = tuple(names), [r.sources for r in rows]
+        if drawing:
+            merged.drawn_BN = _padded([r.drawn for r in rows], False)
+            origin_BN = _padded([r.origin[drawing[0]] for r in rows], 0, device)
+            law_BNV = drafts[drawing[0]].q_BNV
+            assert law_BNV is not None
+            merged.q_BNV = law_BNV[torch.arange(len(rows), device=device)[:, None], origin_BN]
+        return merged
+
+
+class _MergedRow:
+    """One row of a merge.
+
+    Attributes:
+        origin: for each draft, its node behind each merged node; 0 where it has none.
+    """
+
+    def __init__(self, root: int, drafts: int) -> None:
+        self.ids, self.parents, self.drawn = [root], [-1], [False]
+        self.sources, self.origin = [0], [[0] for _ in range(drafts)]
+
+    def add(self, token: int, parent: int, drawn: bool) -> int:
+        self.ids.append(token)
+        self.parents.append(parent)
+        self.drawn.append(drawn)
+        self.sources.append(0)
+        for origin in self.origin:
+            origin.append(0)
+        return len(self.ids) - 1
+
+
+def _merged_row(drafts: Sequence[Draft], row: int) -> _MergedRow:
+    merged = _MergedRow(drafts[0].tokens[row][0], len(drafts))
+    place = [[0] * len(draft.tokens[row]) for draft in drafts]
+    points: dict[tuple[int, int], int] = {}
+    nodes = [
+        (draft.depths[row][node], bool(drawn[node]), index, node)
+        for index, draft in enumerate(drafts)
+        for drawn in [draft.drawn_BN[row].tolist()]
+        for node in range(1, len(draft.tokens[row]))
+    ]
+    # By depth; points before drawn nodes, earlier drafts before later ones.
+    for _, drawn, index, node in sorted(nodes):
+        draft = drafts[index]
+        token, parent = draft.tokens[row][node], place[index][draft.parents[row][node]]
+        known = None if drawn else points.get((parent, token))
+        if known is None:
+            known = merged.add(token, parent, drawn)
+            if not drawn:
+                points[parent, token] = known
+        place[index][node] = known
+        merged.sources[known] |= 1 << index
+        merged.origin[index][known] = node
+    return merged
+
+
+def _padded(
+    rows: Sequence[Sequence[int]],
+    fill: int,
+    device: torch.device | None = None,
+    width: int | None = None,
+) -> Tensor:
+    longest = max(map(len, rows)) if width is None else width
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], device=device)

@@ -85,14 +85,18 @@ class Hydra(Head):
             states.append(hidden[r] + mlp(state, tokens))
         return states
 
-    def step(self, state: LastFeatures, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
+    def step(
+        self,
+        state: LastFeatures,
+        paths_BWk: Tensor,
+        place_BW: Tensor,
+        memo: dict[str, Tensor],
+    ) -> Tensor:
         """See `Head.step`."""
         if "state" not in memo:
-            memo["state"] = self._state(state.hidden_BD, state.taps_BKD)
-            memo["tokens"] = self._embed(tokens)
-        else:
-            memo["tokens"] = torch.cat([memo["tokens"], self._embed(tokens[-1:])], -1)
-        return state.hidden_BD + self.mlps[len(tokens) - 1](memo["state"], memo["tokens"])
+            memo["state"] = self._state(state.hidden_BD, state.taps_BKD)[:, None]
+        tokens = self._embed(list(paths_BWk.unbind(-1)))
+        return state.hidden_BD[:, None] + self.mlps[paths_BWk.shape[-1] - 1](memo["state"], tokens)
 
     def _embed(self, tokens: list[Tensor]) -> Tensor:
         return torch.cat([self.embed_norm(self.spec.embed(token)) for token in tokens], -1)

@@ -80,8 +80,15 @@ class Medusa(Head):
             for block, r in zip(self.blocks, rows, strict=True)
         ]
 
-    def step(self, state: LastFeatures, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
-        """See `Head.step`; the tokens are not looked at."""
+    def step(
+        self,
+        state: LastFeatures,
+        paths_BWk: Tensor,
+        place_BW: Tensor,
+        memo: dict[str, Tensor],
+    ) -> Tensor:
+        """See `Head.step`; of the tokens only their number is looked at."""
         if "inputs" not in memo:
             memo["inputs"] = self._inputs(state.hidden_BD, state.taps_BKD)
-        return self.blocks[len(tokens) - 1](memo["inputs"])
+        hidden_BD = self.blocks[paths_BWk.shape[-1] - 1](memo["inputs"])
+        return hidden_BD[:, None].expand(-1, paths_BWk.shape[1], -1)

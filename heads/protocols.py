@@ -47,6 +47,9 @@ class Sampling(Protocol):
     def raw_greedy(self) -> bool:
         """Greedy without any processor: the argmax may be taken before scattering to V."""
 
+    def scores(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
+        """Logits [B, N, V] as the processors leave them; arguments as in `laws`."""
+
     def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
         """Laws of the next token after each node.
 

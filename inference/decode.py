@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .sampling import RowSampling, Settings
 from .statistics import Stats
 from .target import TargetModel
 from .verifier import Verdict, verify
+
+DRAFT_ROOM = 32  # slots that a new cache has for a draft
 
 
 class Commit(NamedTuple):
@@ -105,8 +107,8 @@ class Batch:
         self.sampling = RowSampling(settings, [list(row.seen or row.prompt) for row in rows])
         longest = max(len(row.prompt) + row.limit for row in rows)
         first = max(len(row.prompt) for row in rows)
-        # Memory for what most answers need; the cache grows when one needs more.
-        capacity = min(longest, first + 1024) + plan.depth + 1
+        # Memory for what most answers and a draft need; the cache grows when more is needed.
+        capacity = min(longest, first + 1024) + DRAFT_ROOM
         self.cache = target.new_cache(len(rows), capacity)
 
     def prefill(self) -> list[Commit]:
@@ -143,12 +145,16 @@ class Batch:
         room = [row.limit - len(row.new) - 1 for row in self.rows]
         noise = RowNoise([row.seed for row in self.rows], [len(ids) for ids in history])
         with stats.timed("draft"):
-            plan = self.plan.capped(max(room))
+            plan = self.plan.shared(len(self.rows)).capped(max(room))
             draft = self.drafter.propose(self.state, root_B, plan, sampling, noise)
             draft = draft.shortened(room)
         with stats.timed("target"):
             features = target.forward(
-                draft.ids_BN, self.cache, draft.ancestors(), _depths(draft), self.taps
+                draft.ids_BN,
+                self.cache,
+                draft.ancestors(),
+                None if draft.is_chain else draft.depth_BN(),
+                self.taps,
             )
             logits_BNV = target.logits(features["hidden"])
         with stats.timed("verify"):
@@ -166,18 +172,23 @@ class Batch:
 
     def _commit(self, verdicts: list[Verdict], draft: Draft | None) -> list[Commit]:
         commits = []
-        depths = [max(d) for d in draft.depths()] if draft else []
         for b, (row, verdict) in enumerate(zip(self.rows, verdicts, strict=True)):
             commit = row.emit(verdict.tokens)
             self.sampling.history[b] += verdict.tokens
             if draft is not None:
-                emitted = min(len(commit.tokens), len(verdict.path) - 1)
-                self.stats.count_round(depths[b], emitted, len(commit.tokens))
+                self._count(draft, b, verdict.path, len(commit.tokens))
             commits.append(commit)
         self._alive = _closed_up([not row.finish for row in self.rows])
         if draft is None:
             self._drop_finished()
         return commits
+
+    def _count(self, draft: Draft, row: int, path: list[int], tokens: int) -> None:
+        emitted = path[1 : tokens + 1]
+        self.stats.count_round(max(draft.depths[row]), len(emitted), tokens)
+        names = draft.names or (self.drafter.name,)
+        bits = draft.sources[row] if draft.sources else [0] + [1] * (len(draft.depths[row]) - 1)
+        self.stats.count_drafters(names, bits, emitted)
 
     def _advance(self, verdicts: list[Verdict], features: Features) -> None:
         """Hands the committed tokens and their states to the drafter, for rows that go on."""
@@ -247,21 +258,11 @@ def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
 
 
-def _depths(draft: Draft) -> Tensor | None:
-    if draft.is_chain():
-        return None
-    nodes = draft.ids_BN.shape[1]
-    return torch.tensor([depths + [0] * (nodes - len(depths)) for depths in draft.depths()])
-
-
 def _paths(draft: Draft) -> Callable[[int, int], list[int]]:
     """Tokens of each node's path behind the root, looked up only when asked for."""
-    memo: dict[str, Any] = {}
 
     def tokens(row: int, node: int) -> list[int]:
-        ids = memo.setdefault("ids", draft.ids_BN.tolist())
-        if node >= len(draft.parents[row]):
-            return []
-        return [ids[row][n] for n in draft.path(row, node)[1:]]
+        ids = draft.tokens[row]
+        return [ids[n] for n in draft.path(row, node)[1:]] if node < len(ids) else []
 
     return tokens

@@ -1,13 +1,14 @@
-"""Drafters that are not heads."""
+"""Drafters that are not heads: none at all, and several in one tree."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ..heads.draft import Draft, Plan
-from ..heads.protocols import Features, Noise, Sampling, State
+from ..heads.errors import InputError
+from ..heads.protocols import Drafter, Features, Noise, Sampling, State
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,65 @@ class Plain:
     ) -> State:
         """See `heads.protocols.Drafter`."""
         return state
+
+
+@dataclass(frozen=True)
+class MergedState:
+    """The states of the drafters that are merged."""
+
+    parts: list[State]
+
+    def select(self, rows: Tensor) -> MergedState:
+        """Each part's rows."""
+        return MergedState([part.select(rows) for part in self.parts])
+
+
+class Merged:
+    """Several drafters in one tree: they are right at different places.
+
+    Args:
+        drafters: asked in this order.  One at most may read taps, and one at most may draw.
+    """
+
+    def __init__(self, drafters: list[Drafter]) -> None:
+        tapped = [drafter for drafter in drafters if drafter.taps]
+        if len(tapped) > 1:
+            names = " and ".join(drafter.name for drafter in tapped)
+            raise InputError(f"{names} both read taps of the target", "Merge one head alone.")
+        self.drafters = drafters
+        self.taps = tapped[0].taps if tapped else []
+        self.max_depth = max(drafter.max_depth for drafter in drafters)
+        # A head stands before what helps it, whatever the order they are asked in.
+        self.name = "+".join(drafter.name for drafter in reversed(drafters))
+
+    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
+        """See `heads.protocols.Drafter`."""
+        return MergedState([d.start(ids_BT, length_B, features) for d in self.drafters])
+
+    def propose(
+        self, state: MergedState, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+    ) -> Draft:
+        """The drafts of all, each within what those before it left of `plan.nodes`."""
+        drafts: list[Draft] = []
+        for drafter, part in zip(self.drafters, state.parts, strict=True):
+            asked = left_over(plan, drafts, len(self.drafters) - len(drafts))
+            drafts.append(drafter.propose(part, root_B, asked, sampling, noise))
+        return Draft.merge(drafts, [drafter.name for drafter in self.drafters])
+
+    def advance(
+        self, state: MergedState, committed_BM: Tensor, count_B: Tensor, features: Features
+    ) -> State:
+        """See `heads.protocols.Drafter`."""
+        parts = zip(self.drafters, state.parts, strict=True)
+        return MergedState([d.advance(s, committed_BM, count_B, features) for d, s in parts])
+
+
+def left_over(plan: Plan, drafts: list[Draft], waiting: int) -> Plan:
+    """How nodes are shared, the one place that says so: a drafter may take half of what is left,
+    the last one all of it.  A batch is as wide as its widest row, so the row that used least
+    counts."""
+    if plan.nodes is None:
+        return plan
+    used = sum(min(len(tokens) - 1 for tokens in draft.tokens) for draft in drafts)
+    left = plan.nodes - used
+    return replace(plan, nodes=left if waiting == 1 else -(-left // 2))

@@ -76,7 +76,7 @@ def _branched_states(target: TargetModel, prompt: Tensor, draft: Draft) -> Tenso
     """[N, D] states after each node of `draft` behind `prompt`."""
     cache = target.new_cache(1, 16)
     target.prefill(prompt[None], [len(prompt)], cache, [])
-    depths = torch.tensor(draft.depths())
+    depths = draft.depth_BN()
     return target.forward(draft.ids_BN, cache, draft.ancestors(), depths, [])["hidden"][0]
 
 

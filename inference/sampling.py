@@ -113,7 +113,7 @@ class RowSampling:
         """See `heads.protocols.Sampling`."""
         return self.settings.greedy and not self._chain
 
-    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
+    def scores(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
         """See `heads.protocols.Sampling`."""
         scores = logits_BNV.to(torch.promote_types(torch.float32, logits_BNV.dtype))
         for processor in self._chain:
@@ -122,6 +122,11 @@ class RowSampling:
                 scores = flat.view_as(scores)
             else:
                 scores = self._by_prefix(processor, scores, paths)
+        return scores
+
+    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
+        """See `heads.protocols.Sampling`."""
+        scores = self.scores(logits_BNV, paths)
         return scores.argmax(-1) if self.greedy else scores.softmax(-1)
 
     def _by_prefix(

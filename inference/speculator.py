@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..heads.checkpoint import DESCRIPTION, load_head, read_description
 from ..heads.draft import Plan
 from ..heads.errors import InputError, nearest
 from ..heads.protocols import Drafter
-from . import packed
+from .assembly import build_drafter, build_plan, build_target, check_drafter, local_folder
 from .decode import Record, Row, decode
 from .drafters import Plain
 from .prompts import prompt_ids, stop_rule
@@ -22,9 +20,7 @@ from .sampling import Settings
 from .statistics import Stats
 from .target import TargetModel
 
-DRAFTERS = ("heads", "none")
 CALL_ARGUMENTS = ("max_new_tokens", "stop_strings", "seed", "num_return_sequences", "chat")
-NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
 
 
 @dataclass
@@ -50,7 +46,7 @@ class Speculator:
     Args:
         target: the frozen model.
         drafter: None decodes plainly.
-        plan: draft length asked for; None for all that the drafter has.
+        plan: draft length or Plan; the drafter's own when None.
     """
 
     def __init__(
@@ -58,7 +54,7 @@ class Speculator:
     ) -> None:
         self.target = target
         self.drafter: Drafter = drafter or Plain()
-        self.plan = self._checked_plan(plan)
+        self.plan = build_plan(plan, self.drafter)
 
     @classmethod
     def from_pretrained(
@@ -66,7 +62,7 @@ class Speculator:
         heads: str | Path | None = None,
         *,
         target: str | nn.Module | TargetModel | None = None,
-        drafter: str | None = None,
+        drafter: str | nn.Module | Drafter | None = None,
         tokenizer: Any = None,
         plan: Plan | int | None = None,
         allow_other_target: bool = False,
@@ -78,9 +74,10 @@ class Speculator:
             heads: a head's folder or hub id.
             target: instead of the target named there: a name, or a loaded PreTrainedModel, which
                 is not modified.
-            drafter: "heads" (the default with heads) or "none".
+            drafter: "heads+ngram" (in one tree, the default with heads), "heads", "ngram", "none",
+                a draft model or its name, or any `Drafter`.
             tokenizer: of a loaded model; None when prompts are ids.
-            plan: draft length, or a Plan.
+            plan: draft length, or a Plan; the drafter's own when None.
             allow_other_target: accept heads trained for other weights of the same sizes.
             named: gguf_file=, dtype=, device=, adapter=, revision= of the target.
         Raises:
@@ -88,34 +85,11 @@ class Speculator:
         """
         if heads is None and target is None:
             raise InputError("neither heads nor a target is given", "Give a heads folder.")
-        kind = drafter or ("none" if heads is None else "heads")
-        if kind not in DRAFTERS:
-            raise InputError(f"drafter {kind!r} is unknown", nearest(kind, DRAFTERS))
-        if kind == "heads" and heads is None:
-            raise InputError("drafter 'heads' needs a heads folder", "Give it first.")
-        folder = None if heads is None else _local_folder(str(heads))
-        model = _target(target, folder, tokenizer, named)
-        if kind == "none" or folder is None:
-            return cls(model, None, plan)
-        head = load_head(folder, model.spec, allow_other_target=allow_other_target)
-        if model.packed:
-            packed.pack_linears(head)
-        return cls(model, head, plan)
-
-    def _checked_plan(self, plan: Plan | int | None) -> Plan:
-        deepest = self.drafter.max_depth
-        if plan is None:
-            return Plan(depth=deepest)
-        asked = plan if isinstance(plan, Plan) else Plan(depth=plan)
-        if asked.depth < 0:
-            raise InputError(f"plan depth is {asked.depth}", "Give 0 or more tokens.")
-        if asked.depth > deepest:
-            warnings.warn(
-                f"a draft of {asked.depth} tokens was asked for, {self.drafter.name} drafts "
-                f"{deepest}: cut to {deepest}",
-                stacklevel=3,
-            )
-        return asked.capped(deepest)
+        check_drafter(drafter, heads)
+        folder = None if heads is None else local_folder(str(heads))
+        model = build_target(target, folder, tokenizer, named)
+        drafts = build_drafter(drafter, model, folder, allow_other_target=allow_other_target)
+        return cls(model, drafts, plan)
 
     def generate(
         self,
@@ -250,45 +224,3 @@ def _settings(sampling: dict[str, Any]) -> Settings:
             known = [*Settings.__dataclass_fields__, *CALL_ARGUMENTS]
             raise InputError(f"generate does not take {name!r}", nearest(name, known))
     return Settings(**sampling)
-
-
-def _local_folder(heads: str) -> Path:
-    """The folder of a head; a hub id is downloaded."""
-    path = Path(heads)
-    if path.exists() or heads.count("/") != 1 or heads.startswith((".", "/", "~")):
-        read_description(path)
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(heads, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # whatever the hub client meets
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{heads} is no folder with {DESCRIPTION}, and the hub does not give it: {reason}",
-            "Give the output_dir of a finished training run, or a hub id.",
-        ) from None
-
-
-def _target(
-    target: str | nn.Module | TargetModel | None,
-    folder: Path | None,
-    tokenizer: Any,
-    named: dict[str, Any],
-) -> TargetModel:
-    if isinstance(target, TargetModel):
-        return target
-    if isinstance(target, nn.Module):
-        if named:
-            raise InputError(f"{sorted(named)} with a loaded model", "They name a model to load.")
-        return TargetModel(target, tokenizer)
-    if target is not None:
-        return TargetModel.load(target, **named)
-    assert folder is not None
-    identity = read_description(folder)["target"]
-    trained = {name: identity.get(name) for name in NAMES}
-    if trained["random"] is None:
-        trained.pop("seed")
-    if trained["model"] is None and trained["random"] is None:
-        raise InputError(f"{folder} does not name its target", "Pass target=.")
-    return TargetModel.load(**(trained | named))

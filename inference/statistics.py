@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ class Stats:
         forwards: target forwards, the prefills included.
         drafted_by_depth, accepted_by_depth: rounds that drafted, and that emitted, at least this
             many tokens of the draft; tokens cut by EOS, a stop or the limit are not counted.
+        drafted_by, accepted_by: nodes that each drafter proposed, and those of them that were
+            emitted; a node that several proposed counts for each.
         seconds: by part: prefill, draft, target (forward and lm_head), verify (laws and the
             acceptance rule), host (the rest).  On a GPU work is asynchronous, so that its time
             shows where the result is waited for.
@@ -34,6 +36,8 @@ class Stats:
     forwards: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    drafted_by: dict[str, int] = field(default_factory=dict)
+    accepted_by: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     @property
@@ -70,6 +74,19 @@ class Stats:
         self.rounds += 1
         self.tokens += tokens
 
+    def count_drafters(self, names: Sequence[str], bits: list[int], emitted: list[int]) -> None:
+        """Who proposed what in one round of one row.
+
+        Args:
+            bits: for each node, which of `names` proposed it, as bits.
+            emitted: the nodes that were emitted.
+        """
+        for bit, name in enumerate(names):
+            drafted = sum(b >> bit & 1 for b in bits)
+            accepted = sum(bits[node] >> bit & 1 for node in emitted)
+            self.drafted_by[name] = self.drafted_by.get(name, 0) + drafted
+            self.accepted_by[name] = self.accepted_by.get(name, 0) + accepted
+
     def merge(self, other: Stats) -> None:
         """Adds another call's figures."""
         for name in ("rows", "tokens", "rounds", "forwards"):
@@ -79,8 +96,10 @@ class Stats:
             mine.extend([0] * (len(theirs) - len(mine)))
             for depth, count in enumerate(theirs):
                 mine[depth] += count
-        for part, seconds in other.seconds.items():
-            self.seconds[part] += seconds
+        for name in ("drafted_by", "accepted_by", "seconds"):
+            mine = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                mine[key] = mine.get(key, 0) + value
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, derived figures included."""

@@ -44,7 +44,7 @@ def verify(draft: Draft, laws: Tensor, noise: Noise) -> list[Verdict]:
         noise: decides; acceptance is keyed by the child's node, the final draw by the last
             accepted node.
     """
-    ids, children = draft.ids_BN.tolist(), draft.children()
+    ids, children = draft.ids_BN.tolist(), draft.children
     if laws.ndim == 2:
         walks = zip(ids, children, laws.tolist(), strict=True)
         return [_walk_greedy(row_ids, kids, choice) for row_ids, kids, choice in walks]

@@ -141,10 +141,15 @@ def memoised(target: TargetModel) -> TargetModel:
 
 
 def decode_law(
-    patch: Any, target: TargetModel, drafter: Any, prompts: list[list[int]], **settings: Any
+    patch: Any,
+    target: Any,
+    drafter: Any,
+    prompts: list[list[int]],
+    plan: Any = None,
+    **settings: Any,
 ) -> dict[Any, float]:
     """The law of the ids that the whole decoding loop gives for `prompts`."""
-    speculator = Speculator(target, drafter)
+    speculator = Speculator(target, drafter, plan)
 
     def run(tape: Tape) -> tuple[tuple[int, ...], ...]:
         patch.setattr(decode, "RowNoise", lambda seeds, lengths: TapeNoise(tape, seeds, lengths))
@@ -155,7 +160,7 @@ def decode_law(
 
 
 def target_law(
-    target: TargetModel,
+    target: Any,
     prompts: list[list[int]],
     max_new_tokens: int,
     law_of: Callable[[Tensor, list[int]], Tensor] = lambda logits_V, ids: logits_V.softmax(-1),
@@ -185,3 +190,25 @@ def target_law(
         grow([], 1.0)
         joint = {(*k, row): m * s for k, m in joint.items() for row, s in rows.items()}
     return joint
+
+
+def law_of(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
+) -> Callable[[Tensor, list[int]], Tensor]:
+    """The settings' law, from their definitions."""
+
+    def law(logits_V: Tensor, ids: list[int]) -> Tensor:
+        scores = logits_V.clone()
+        for token in set(ids):
+            factor = repetition_penalty if scores[token] < 0 else 1 / repetition_penalty
+            scores[token] *= factor
+        scores /= temperature
+        if top_k:
+            scores[scores < scores.topk(top_k).values[-1]] = -torch.inf
+        p = scores.softmax(0)
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        p[order[before >= top_p]] = 0
+        return p / p.sum()
+
+    return law

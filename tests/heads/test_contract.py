@@ -131,12 +131,13 @@ def test_training_states_are_decoding_states(make: Make) -> None:
     after = head.advance(state, ids[:, 5:8], count, nodes)
     for now, read, expected in ((state, length, early), (after, length + count, late)):
         memo: dict[str, Tensor] = {}
+        first = torch.zeros(2, 1, dtype=torch.long)
         for k in range(1, DEPTH + 1):
-            tokens = [ids[both, read + j] for j in range(k)]
-            got = head.draft_logits(head.step(now, tokens, memo), k)
-            torch.testing.assert_close(got, head.draft_logits(expected[k - 1], k))
+            path = torch.stack([ids[both, read + j] for j in range(k)], -1)[:, None]
+            got = head.draft_logits(head.step(now, path, first, memo), k)
+            torch.testing.assert_close(got[:, 0], head.draft_logits(expected[k - 1], k))
             if k == 1:
-                one = head.step(now.select(torch.tensor([1])), [tokens[0][1:]], {})
+                one = head.step(now.select(torch.tensor([1])), path[1:], first[1:], {})
                 torch.testing.assert_close(head.draft_logits(one, 1), got[1:])
 
 
@@ -155,7 +156,7 @@ def test_draft_is_valid(make: Make, sampled: bool) -> None:
         nodes = min(depth, DEPTH) + 1
         assert draft.ids_BN.shape == (2, nodes)
         assert draft.ids_BN[:, 0].equal(root)
-        assert draft.is_chain()
+        assert draft.is_chain
         assert draft.valid_BN.all()
         drafted = draft.ids_BN[:, 1:]
         assert ((drafted >= 0) & (drafted < VOCAB)).all()

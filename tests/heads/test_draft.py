@@ -16,11 +16,11 @@ TREE = Draft(
 
 def test_tree_is_read_off_its_parents() -> None:
     assert TREE.parents == [[-1, 0, 0, 2, 3], [-1, 0, 1]]
-    assert TREE.depths() == [[0, 1, 1, 2, 3], [0, 1, 2]]
-    assert TREE.children() == [[[1, 2], [], [3], [4], []], [[1], [2], []]]
+    assert TREE.depths == [[0, 1, 1, 2, 3], [0, 1, 2]]
+    assert TREE.children == [[[1, 2], [], [3], [4], []], [[1], [2], []]]
     assert TREE.path(0, 4) == [0, 2, 3, 4]
     assert TREE.path(1, 2) == [0, 1, 2]
-    assert not TREE.is_chain()
+    assert not TREE.is_chain
 
 
 def test_ancestors_are_the_paths() -> None:
@@ -37,7 +37,7 @@ def test_chain(ragged: bool) -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     valid = torch.tensor([[True, True, True], [True, True, not ragged]])
     draft = Draft.chain(ids, valid_BN=valid)
-    assert draft.is_chain()
+    assert draft.is_chain
     assert not draft.drawn_BN.any()
     assert draft.parents == [[-1, 0, 1], [-1, 0] if ragged else [-1, 0, 1]]
     last = [False, False, True] if ragged else [True, True, True]

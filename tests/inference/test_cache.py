@@ -24,7 +24,7 @@ def prefilled(target: TargetModel, prompts: list[list[int]], capacity: int = 64)
 
 def read(target: TargetModel, cache: SlotCache, draft: Draft) -> torch.Tensor:
     nodes = draft.ids_BN.shape[1]
-    depths = torch.tensor([d + [0] * (nodes - len(d)) for d in draft.depths()])
+    depths = torch.tensor([d + [0] * (nodes - len(d)) for d in draft.depths])
     with torch.no_grad():
         return target.forward(draft.ids_BN, cache, draft.ancestors(), depths, [])["hidden"]
 

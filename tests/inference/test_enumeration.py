@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import decode_law, distance, exact_law, memoised, target_law
+from enumeration import decode_law, distance, exact_law, law_of, memoised, target_law
 from fixtures import make_head, micro
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -22,28 +22,6 @@ from selfdraft.inference.speculator import Speculator
 
 TOLERANCE, BIASED = 1e-12, 1e-3
 PROMPT = [1, 0, 3]
-
-
-def law_of(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
-) -> Callable[[Tensor, list[int]], Tensor]:
-    """The settings' law, from their definitions."""
-
-    def law(logits_V: Tensor, ids: list[int]) -> Tensor:
-        scores = logits_V.clone()
-        for token in set(ids):
-            factor = repetition_penalty if scores[token] < 0 else 1 / repetition_penalty
-            scores[token] *= factor
-        scores /= temperature
-        if top_k:
-            scores[scores < scores.topk(top_k).values[-1]] = -torch.inf
-        p = scores.softmax(0)
-        order = p.argsort(descending=True)
-        before = p[order].cumsum(0) - p[order]
-        p[order[before >= top_p]] = 0
-        return p / p.sum()
-
-    return law
 
 
 @pytest.mark.parametrize(

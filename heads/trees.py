@@ -1,0 +1,298 @@
+"""How a head grows its draft: level by level, one call of the head for all nodes of a level.
+
+Two ways: a fixed shape, whose tokens are the likeliest children of their parent or are drawn from
+their parent's law without replacement; and best-first, for chosen tokens only, where the nodes of
+the highest path probability are kept (the reranking of EAGLE-2, arXiv 2406.16858, section 4).  To
+keep or drop a drawn token by its value would bias the output, so drawn trees have a fixed shape.
+
+Shape suffixes: B rows, W nodes of a level, C children of a node, L nodes of all levels, N draft
+nodes, k tokens of a path, V draft or target vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .draft import Draft, Plan, Tree
+from .protocols import Noise, Purpose, Sampling
+
+CHILDREN = 8
+"""Children of a node at most, where a tree is grown best-first."""
+RATES = 0.5, 0.4
+"""What the shape of a drawn tree assumes: how often a first child is accepted, and the share of
+that which each further child has of the one before."""
+
+
+class Vocabulary(Protocol):
+    """Of a `TargetSpec`, what growing needs."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+
+class Grower(Protocol):
+    """What drafts are grown from: a `Head`, or anything else with these of its parts."""
+
+    max_depth: int
+    trees: bool
+    draft_ids: Tensor | None
+
+    @property
+    def spec(self) -> Vocabulary:
+        """The target."""
+
+    def step(
+        self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+    ) -> Tensor:
+        """See `Head.step`."""
+
+    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """See `Head.draft_logits`."""
+
+
+def grow(
+    head: Grower, state: Any, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+) -> Draft:
+    """The draft that `plan` asks `head` for: chosen tokens under greedy decoding, else drawn."""
+    depth = min(plan.depth, head.max_depth)
+    if depth == 0 or plan.nodes == 0:
+        return Draft.root(root_B)
+    if head.trees and sampling.greedy and plan.tree is None and plan.nodes is not None:
+        return _Growth(head, state, root_B, plan, sampling).best_first(depth, plan.nodes)
+    return _Growth(head, state, root_B, plan, sampling).fixed(_shape(plan, depth, head), noise)
+
+
+# -- shapes --------------------------------------------------------------------------------------
+
+
+def _shape(plan: Plan, depth: int, head: Grower) -> Tree:
+    """The fixed shape that `plan` asks for, nodes in the order of their depth."""
+    if head.trees and plan.tree is not None:
+        tree = _by_depth([path for path in plan.tree if len(path) <= depth])
+    elif head.trees and plan.nodes is not None:
+        tree = likely_tree(plan.nodes, depth)
+    else:
+        tree = tuple((0,) * length for length in range(1, depth + 1))
+    return tree[: plan.nodes]
+
+
+def _by_depth(paths: list[tuple[int, ...]]) -> Tree:
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+@cache
+def likely_tree(nodes: int, depth: int) -> Tree:
+    """The `nodes` likeliest paths at the acceptance `RATES`: best-first by path product, which is
+    optimal for every budget."""
+    first, share = RATES
+    heap: list[tuple[float, tuple[int, ...]]] = [(-first, (0,))]
+    tree: list[tuple[int, ...]] = []
+    while len(tree) < nodes:
+        rate, path = heapq.heappop(heap)
+        tree.append(path)
+        heapq.heappush(heap, (rate * share, (*path[:-1], path[-1] + 1)))
+        if len(path) < depth:
+            heapq.heappush(heap, (rate * first, (*path, 0)))
+    return _by_depth(tree)
+
+
+def check_tree(tree: Tree) -> None:
+    """Raises ValueError unless each node's parent and earlier siblings are in `tree`, once."""
+    known = set(tree)
+    if len(known) < len(tree):
+        raise ValueError("a node is listed twice")
+    for path in tree:
+        if not path or min(path) < 0:
+            raise ValueError(f"{path} is no path of child ranks")
+        *above, rank = path
+        if above and tuple(above) not in known:
+            raise ValueError(f"node {path} has no parent in the tree")
+        if rank and (*above, rank - 1) not in known:
+            raise ValueError(f"node {path} has no sibling of rank {rank - 1} before it")
+
+
+@cache
+def _levels(tree: Tree) -> list[list[tuple[int, int]]]:
+    """For each level, (place of the parent in the level above, rank) of its nodes."""
+    levels: list[list[tuple[int, int]]] = []
+    above: dict[tuple[int, ...], int] = {(): 0}
+    for depth in range(1, max(map(len, tree)) + 1):
+        paths = [path for path in tree if len(path) == depth]
+        levels.append([(above[path[:-1]], path[-1]) for path in paths])
+        above = {path: place for place, path in enumerate(paths)}
+    return levels
+
+
+# -- growth --------------------------------------------------------------------------------------
+
+
+class _Growth:
+    """A draft on its way; node 0 is the root.
+
+    Attributes:
+        ids, parent, score: of each level, [B, W]: tokens, parents as node indices, and the log
+            probability of the path, -inf where a row has no such node.
+        width: nodes of the last level, from the first, that are looked at for children.
+        place_BW: place of the last level's parents among the nodes of the level above.
+        paths_BWk: tokens from the root to each node of the last level.
+        memo: what the head keeps between levels.
+    """
+
+    def __init__(
+        self, head: Grower, state: Any, root_B: Tensor, plan: Plan, sampling: Sampling
+    ) -> None:
+        self.head, self.state, self.sampling = head, state, sampling
+        self.floor = math.log(plan.confidence) if plan.confidence > 0 else -math.inf
+        root_B1 = root_B[:, None]
+        self.ids, self.parent = [root_B1], [torch.full_like(root_B1, -1)]
+        self.score = [torch.zeros(root_B1.shape, device=root_B.device)]
+        self.place_BW, self.paths_BWk = torch.zeros_like(root_B1), root_B1[..., None]
+        self.width, self.count, self.start = 1, 1, 0
+        self.memo: dict[str, Tensor] = {}
+
+    def best_first(self, depth: int, nodes: int) -> Draft:
+        """The `nodes` nodes of the highest path probability."""
+        for level in range(1, depth + 1):
+            if not self.width:
+                break
+            scores_BWV, ids = self._expand(level)
+            children = min(CHILDREN, nodes, scores_BWV.shape[-1])
+            token_BWC, path_BWC = self._likeliest(scores_BWV, children)
+            path_BC = path_BWC.flatten(1)
+            # A node outside the best `nodes` of its level has no descendant inside the best of all.
+            score_BW, best_BW = path_BC.topk(min(nodes, path_BC.shape[1]), -1)
+            token_BW = token_BWC.flatten(1).gather(1, best_BW)
+            self._add(token_BW, ids, best_BW // children, score_BW)
+            self.width = self._hopeful(score_BW, nodes)
+        return self._draft(nodes, None)
+
+    def _hopeful(self, score_BW: Tensor, nodes: int) -> int:
+        """How many nodes of the last level, from the first, may have children among the best."""
+        if score_BW.device.type != "cpu":  # where looking would wait for the device
+            return score_BW.shape[1]
+        all_BL = torch.cat(self.score, 1)[:, 1:]
+        if all_BL.shape[1] <= nodes:
+            return int((score_BW > -torch.inf).sum(1).max())
+        worst_B1 = all_BL.topk(nodes, -1).values[:, -1:]
+        return int(((score_BW > worst_B1) & (score_BW > self.floor)).sum(1).max())
+
+    def fixed(self, tree: Tree, noise: Noise) -> Draft:
+        """The nodes of `tree`: the likeliest tokens, or drawn ones."""
+        laws: list[Tensor] = []
+        for level, nodes in enumerate(_levels(tree), start=1):
+            scores_BWV, ids = self._expand(level)
+            place_W = torch.tensor([place for place, _ in nodes], device=scores_BWV.device)
+            if self.sampling.greedy:
+                most = max(rank for _, rank in nodes) + 1
+                token_BWC, path_BWC = self._likeliest(scores_BWV, most)
+                flat_W = place_W * most + place_W.new_tensor([rank for _, rank in nodes])
+                token_BW, score_BW = token_BWC.flatten(1)[:, flat_W], path_BWC.flatten(1)[:, flat_W]
+            else:
+                laws.append(scores_BWV.softmax(-1).nan_to_num(nan=0.0))
+                token_BW, chance_BW = _draw(laws[-1], nodes, noise, self.count)
+                score_BW = self._above()[:, place_W] + chance_BW.log()
+            self._add(token_BW, ids, place_W.expand(len(token_BW), -1), score_BW)
+            self.width = len(nodes)
+        return self._draft(len(tree), laws or None)
+
+    def _expand(self, level: int) -> tuple[Tensor, Tensor | None]:
+        """Scores [B, W, V] of the tokens after the last level's nodes, -inf everywhere where a node
+        has no law (NaN, inf); and the target ids that the V columns stand for, all when None."""
+        head, sampling = self.head, self.sampling
+        paths_BWk = self.paths_BWk[:, : self.width]
+        hidden_BWD = head.step(self.state, paths_BWk, self.place_BW[:, : self.width], self.memo)
+        logits_BWV, ids = head.draft_logits(hidden_BWD, level), head.draft_ids
+        lawless_BW = ~logits_BWV.amax(-1).isfinite()  # the maximum of NaN and inf is not finite
+        if not sampling.raw_greedy:
+            logits_BWV = logits_BWV.masked_fill(lawless_BW[..., None], 0.0)
+            logits_BWV = scatter_logits(logits_BWV, ids, head.spec.vocab_size)
+            so_far = paths_BWk[..., 1:].tolist()
+            logits_BWV = sampling.scores(logits_BWV, lambda row, node: so_far[row][node])
+            ids = None
+        return logits_BWV.masked_fill(lawless_BW[..., None], -torch.inf), ids
+
+    def _above(self) -> Tensor:
+        """[B, W] path scores of the nodes that get children: none below the floor does."""
+        score_BW = self.score[-1][:, : self.width]
+        return score_BW.masked_fill(score_BW < self.floor, -torch.inf)
+
+    def _likeliest(self, scores_BWV: Tensor, children: int) -> tuple[Tensor, Tensor]:
+        """[B, W, C] the likeliest columns after each node, and the path scores."""
+        best_BWC, index_BWC = scores_BWV.topk(min(children, scores_BWV.shape[-1]), -1)
+        law_BWC = (best_BWC - scores_BWV.logsumexp(-1, keepdim=True)).nan_to_num(nan=-torch.inf)
+        path_BWC = self._above()[..., None] + law_BWC
+        missing = children - path_BWC.shape[-1]
+        if missing:
+            index_BWC = torch.nn.functional.pad(index_BWC, (0, missing))
+            path_BWC = torch.nn.functional.pad(path_BWC, (0, missing), value=-torch.inf)
+        return index_BWC, path_BWC
+
+    def _add(self, token_BW: Tensor, ids: Tensor | None, place_BW: Tensor, score: Tensor) -> None:
+        above_BWk = self.paths_BWk.gather(
+            1, place_BW[..., None].expand(-1, -1, self.paths_BWk.shape[-1])
+        )
+        token_BW = token_BW if ids is None else ids[token_BW]
+        self.ids.append(token_BW)
+        self.parent.append(place_BW + self.start)
+        self.score.append(score.to(self.score[0].dtype))
+        self.place_BW = place_BW
+        self.paths_BWk = torch.cat([above_BWk, token_BW[..., None]], -1)
+        self.start, self.count = self.count, self.count + token_BW.shape[1]
+
+    def _draft(self, nodes: int, laws: list[Tensor] | None) -> Draft:
+        """The root and the `nodes` best of the nodes that are there, in the order of depth."""
+        ids_BL, parent_BL = torch.cat(self.ids, 1), torch.cat(self.parent, 1).cpu()
+        score_BL = torch.cat(self.score, 1).cpu()
+        # Stable, so that of a parent and a child with equal scores the parent is taken.
+        best_BL, node_BL = score_BL.sort(dim=1, descending=True, stable=True)
+        best_BN, node_BN = best_BL[:, : nodes + 1], node_BL[:, : nodes + 1]
+        kept_BN = node_BN.masked_fill(best_BN == -torch.inf, self.count).sort(1).values
+        valid_BN = kept_BN < self.count
+        width = int(valid_BN.sum(1).max())
+        kept_BN, valid_BN = kept_BN[:, :width].clamp(max=self.count - 1), valid_BN[:, :width]
+        # A kept node's new index is its place among the kept.
+        above_BN = parent_BL.gather(1, kept_BN)
+        parent_BN = torch.searchsorted(kept_BN.contiguous(), above_BN)
+        parent_BN[:, 0] = -1
+        drawn_BN = torch.full_like(valid_BN, laws is not None)
+        drawn_BN[:, 0] = False
+        kept_BN = kept_BN.to(ids_BL.device)
+        draft = Draft(ids_BL.gather(1, kept_BN), parent_BN, drawn_BN, valid_BN)
+        if laws is not None:
+            laws.append(laws[0].new_zeros(len(ids_BL), self.ids[-1].shape[1], laws[0].shape[-1]))
+            rows_B1 = torch.arange(len(ids_BL), device=ids_BL.device)[:, None]
+            draft.q_BNV = torch.cat(laws, 1)[rows_B1, kept_BN]
+        return draft
+
+
+def _draw(
+    law_BWV: Tensor, nodes: list[tuple[int, int]], noise: Noise, start: int
+) -> tuple[Tensor, Tensor]:
+    """[B, W] the tokens of a level's nodes, drawn from their parents' laws without replacement,
+    and their probabilities: 0 where a law has nothing left."""
+    tokens = [[0] * len(nodes) for _ in law_BWV]
+    chance_BW = law_BWV.new_zeros(len(law_BWV), len(nodes))
+    for row, laws in enumerate(law_BWV):
+        left: dict[int, Tensor] = {}
+        for n, (place, _) in enumerate(nodes):
+            law_V = left.get(place, laws[place])
+            if law_V.any():
+                token = noise.categorical(law_V, row, start + n, Purpose.DRAFT)
+                tokens[row][n], chance_BW[row, n] = token, laws[place, token]
+                left[place] = law_V.index_fill(0, law_V.new_tensor([token]).long(), 0.0)
+    return torch.tensor(tokens, device=law_BWV.device), chance_BW
+
+
+def scatter_logits(logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Draft logits [.., D] over target ids [.., V], -inf outside the draft vocabulary."""
+    if draft_ids is None:
+        return logits
+    full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return full.index_copy_(-1, draft_ids, logits)

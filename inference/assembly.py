@@ -1,0 +1,160 @@
+"""From what a user names to a target and a drafter."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..heads.checkpoint import DESCRIPTION, load_head, read_description
+from ..heads.draft import Plan
+from ..heads.errors import InputError, nearest
+from ..heads.protocols import Drafter
+from ..heads.trees import check_tree
+from . import packed
+from .draft_model import DraftModel
+from .drafters import Merged, Plain
+from .ngram import NGram
+from .target import TargetModel
+
+DRAFTERS = ("heads+ngram", "heads", "ngram", "none")
+TARGET_NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
+MERGED_NODES = 10
+"""Nodes of the default tree of heads and n-grams: where the measured cost of a node passes what it
+is accepted for on a CPU (docs/results)."""
+
+
+def local_folder(heads: str) -> Path:
+    """The folder of a head; a hub id is downloaded.
+
+    Raises:
+        InputError: neither a head's folder nor a hub id.
+    """
+    path = Path(heads)
+    if path.exists() or heads.count("/") != 1 or heads.startswith((".", "/", "~")):
+        read_description(path)
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(heads, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # whatever the hub client meets
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{heads} is no folder with {DESCRIPTION}, and the hub does not give it: {reason}",
+            "Give the output_dir of a finished training run, or a hub id.",
+        ) from None
+
+
+def check_drafter(asked: object, heads: object) -> None:
+    """Refuses a drafter's name before anything loads.
+
+    Raises:
+        InputError: an unknown name, or heads without a folder.
+    """
+    if not isinstance(asked, str):
+        return
+    if asked in DRAFTERS:
+        if heads is None and asked.startswith("heads"):
+            raise InputError(f"drafter {asked!r} needs a heads folder", "Give it first.")
+    elif "/" not in asked and not Path(asked).exists():
+        raise InputError(
+            f"drafter {asked!r} is unknown",
+            nearest(asked, DRAFTERS) + " A draft model is named by hub id, folder or package://.",
+        )
+
+
+def build_target(
+    target: str | nn.Module | TargetModel | None,
+    folder: Path | None,
+    tokenizer: Any,
+    named: dict[str, Any],
+) -> TargetModel:
+    """The target that is given, or that the head in `folder` names."""
+    if isinstance(target, TargetModel):
+        return target
+    if isinstance(target, nn.Module):
+        if named:
+            raise InputError(f"{sorted(named)} with a loaded model", "They name a model to load.")
+        return TargetModel(target, tokenizer)
+    if target is not None:
+        return TargetModel.load(target, **named)
+    assert folder is not None
+    identity = read_description(folder)["target"]
+    trained = {name: identity.get(name) for name in TARGET_NAMES}
+    if trained["random"] is None:
+        trained.pop("seed")
+    if trained["model"] is None and trained["random"] is None:
+        raise InputError(f"{folder} does not name its target", "Pass target=.")
+    return TargetModel.load(**(trained | named))
+
+
+def build_drafter(
+    asked: str | nn.Module | Drafter | None,
+    target: TargetModel,
+    folder: Path | None,
+    *,
+    allow_other_target: bool = False,
+) -> Drafter:
+    """The drafter that is asked for: by default heads and n-grams in one tree where there are
+    heads, else none.
+
+    Args:
+        asked: one of `DRAFTERS`, a draft model or its name, or any `Drafter`.
+    Raises:
+        InputError: an unknown name, or heads without a folder.
+    """
+    if asked is None:
+        asked = "none" if folder is None else "heads+ngram"
+    if isinstance(asked, nn.Module) and not hasattr(asked, "propose"):
+        return DraftModel(TargetModel(asked), target)
+    if not isinstance(asked, str):
+        return asked  # type: ignore[return-value]
+    check_drafter(asked, folder)
+    if asked == "none":
+        return Plain()
+    if asked == "ngram":
+        return NGram()
+    if folder is None or asked not in DRAFTERS:
+        return DraftModel(TargetModel.load(asked, device=str(target.device)), target)
+    head = load_head(folder, target.spec, allow_other_target=allow_other_target)
+    if target.packed:
+        packed.pack_linears(head)
+    return head if asked == "heads" else Merged([NGram(), head])
+
+
+def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
+    """The plan that is asked for, or the drafter's default.
+
+    Args:
+        asked: a Plan, or the depth of one.
+    Raises:
+        InputError: a value out of range or a tree that is none.
+    """
+    deepest = drafter.max_depth
+    if asked is None:
+        nodes = {Merged: MERGED_NODES, NGram: deepest}.get(type(drafter))
+        return Plan(depth=deepest, nodes=nodes)
+    plan = asked if isinstance(asked, Plan) else Plan(depth=asked)
+    for name, low in (("depth", 0), ("nodes", 0), ("tokens", 1)):
+        value = getattr(plan, name)
+        if value is not None and (not isinstance(value, int) or value < low):
+            raise InputError(f"plan {name} is {value!r}", f"Give an integer, {low} or more.")
+    if not 0 <= plan.confidence <= 1:
+        raise InputError(f"plan confidence is {plan.confidence!r}", "Give a number in [0, 1].")
+    if plan.tree is not None:
+        try:
+            check_tree(plan.tree)
+        except ValueError as error:
+            raise InputError(
+                f"plan tree: {error}", "List every node once, as child ranks."
+            ) from None
+    if plan.depth > deepest:
+        warnings.warn(
+            f"a draft of {plan.depth} tokens was asked for, {drafter.name} drafts {deepest}: cut "
+            f"to {deepest}",
+            stacklevel=3,
+        )
+    return plan.capped(deepest)
