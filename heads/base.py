@@ -114,7 +114,7 @@ class Head(nn.Module):
     kind: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     draft_ids: Tensor | None
-    trees: ClassVar[bool] = True  # False for a head that can only draft chains
+    trees: bool = True  # False for a head that can only draft chains
 
     def __init__(
         self, config: HeadConfig, spec: TargetSpec, draft_ids: Tensor | None = None

@@ -85,6 +85,12 @@ class MTP(SequenceHead):
     config: MTPConfig
     first_position = 1
 
+    def __init__(
+        self, config: MTPConfig, spec: TargetSpec, draft_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, spec, draft_ids)
+        self.trees = config.modules == "shared"
+
     def make_cell(self) -> Cell:
         """See `SequenceHead.make_cell`."""
         return MTPCell(self.spec, self.config)
@@ -100,16 +106,14 @@ class MTP(SequenceHead):
         if self.config.modules == "shared":
             return super().unroll(batch, features, rows)
         ids_BT, documents = batch["ids"], batch.get("document")
-        time = ids_BT.shape[1]
+        place_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
 
         def look(module: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             rows_BT = None if documents is None else documents.roll(module, 1)
-            mask = row_mask(time, rows_BT, module).to(ids_BT.device)
-            return keys, values, mask.expand(len(ids_BT), -1, -1)
+            return keys, values, row_mask(place_BT, rows_BT, module)
 
-        position_BT = torch.arange(time, device=ids_BT.device).expand(ids_BT.shape) + 1
         first = self.first_state(features)
-        outs = self._sweep(ids_BT.roll(-1, 1), first, position_BT, None, look)
+        outs = self._sweep(ids_BT.roll(-1, 1), first, place_BT + 1, None, look)
         # Row t of depth k stands at its token x_{t+k}, one place further on for each module.
         return [
             cell.norm(out).flatten(0, 1)[rows_M + module]
@@ -163,26 +167,26 @@ class MTP(SequenceHead):
         last = torch.arange(len(count_B), device=count_B.device), count_B - 1
         return Memory(caches, [out[last] for out in outs], length_B + count_B)
 
-    def step(self, state: Memory, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
-        """See `Head.step`; a further token passes through every module that has a row for it."""
+    def step(
+        self, state: Memory, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+    ) -> Tensor:
+        """See `Head.step`; with a module a depth, the newest token passes through every module
+        that has a row for it."""
         if self.config.modules == "shared":
-            return super().step(state, tokens, memo)
-        slot = len(tokens)
+            return super().step(state, paths_BWk, place_BW, memo)
+        slot, last_B1 = paths_BWk.shape[-1], state.length_B[:, None] - 1
         if slot == 1:
-            memo.update({str(module): out for module, out in enumerate(state.outs)})
-            return self.cells[0].norm(state.outs[0])
-        embeds = self.spec.embed(tokens[-1][:, None])
-        last_B1 = state.length_B[:, None] - 1
-        position_B1 = last_B1 + slot
-        place_BN = state.length_B[:, None] + torch.arange(slot - 1, device=embeds.device)
-        previous = dict(memo)
+            memo.update({str(module): out[:, None] for module, out in enumerate(state.outs)})
+            return self.cells[0].norm(memo["0"])
+        embeds, below = self.spec.embed(paths_BWk[..., -1]), dict(memo)
+        place_BN = last_B1 + 1 + torch.arange(slot - 1, device=embeds.device)
         for module in range(slot - 1, len(self.cells)):
             cell, cache = self.cells[module], state.caches[module]
-            below = self.cells[module - 1].recycled(previous[str(module - 1)])
-            residual, inputs = cell.read(embeds, below[:, None])
-            cache.draft(*cell.layer.keys_values(inputs, position_B1), slot - 2)
-            seen_BN = place_BN >= place_BN.new_tensor(module).minimum(place_BN[:, -1:])
+            recycled = self.cells[module - 1].recycled(below[str(module - 1)])
+            residual, inputs = cell.read(embeds, recycled)
+            cache.draft(*cell.layer.keys_values(inputs, last_B1 + slot), slot - 2)
+            # As everywhere, a token before the module's first is seen by itself alone.
+            seen_BN = place_BN >= place_BN[:, -1:].clamp(max=module)
             view = cache.view(last_B1, seen_BN[:, None])
-            out = cell.layer(residual, inputs, position_B1, *view)
-            memo[str(module)] = out[:, 0]
+            memo[str(module)] = cell.layer(residual, inputs, last_B1 + slot, *view)
         return self.cells[slot - 1].norm(memo[str(slot - 1)])

@@ -161,7 +161,7 @@ class SequenceHead(Head):
         embeds_BTD = self.spec.embed(ids_BT.roll(-1, 1))
         residual, inputs = cell.read(embeds_BTD, self.first_state(features))
         keys, values = cell.layer.keys_values(inputs, place_BT + self.first_position)
-        mask = row_mask(time, batch.get("document")).expand(len(ids_BT), -1, -1)[at, row_BR]
+        mask = row_mask(place_BT, batch.get("document"))[at, row_BR]
         position = row_BR + self.first_position
         outs = [cell.layer(residual[at, row_BR], inputs[at, row_BR], position, keys, values, mask)]
         diagonal = torch.eye(own, dtype=torch.bool, device=mask.device).expand(len(mask), -1, -1)
@@ -244,16 +244,24 @@ class SequenceHead(Head):
         view = cache.view(last_B1.expand_as(tokens_BW), seen_BWN)
         return cell.layer(residual, inputs, position_BW, *view)
 
-    def step(self, state: Memory, tokens: list[Tensor], memo: dict[str, Tensor]) -> Tensor:
-        """See `Head.step`: a chain is a tree with one node a level."""
-        out_BD, nodes = state.outs[0], len(tokens) - 1
-        if nodes:
-            token_B1, parent_B1D = tokens[-1][:, None], memo["out"][:, None]
-            seen = torch.ones(len(token_B1), 1, nodes, dtype=torch.bool, device=token_B1.device)
-            slot_B1 = torch.full_like(token_B1, nodes)
-            out_BD = self.extend(state, token_B1, parent_B1D, slot_B1, seen)[:, 0]
-        memo["out"] = out_BD
-        return self.cells[0].norm(out_BD)
+    def step(
+        self, state: Memory, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+    ) -> Tensor:
+        """See `Head.step`."""
+        (rows, nodes, slot), device = paths_BWk.shape, paths_BWk.device
+        if slot == 1:
+            memo["out"] = state.outs[0][:, None]
+            memo["seen"] = torch.ones(rows, 1, 0, dtype=torch.bool, device=device)
+        else:
+            parents_BWD, above_BWN = (
+                memo[name].gather(1, place_BW[..., None].expand(-1, -1, memo[name].shape[-1]))
+                for name in ("out", "seen")
+            )
+            own = torch.eye(nodes, dtype=torch.bool, device=device).expand(rows, -1, -1)
+            memo["seen"] = torch.cat([above_BWN, own], 2)
+            slot_BW = torch.full_like(place_BW, slot - 1)
+            memo["out"] = self.extend(state, paths_BWk[..., -1], parents_BWD, slot_BW, memo["seen"])
+        return self.cells[0].norm(memo["out"])
 
 
 def by_batch_row(rows_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -273,12 +281,11 @@ def by_batch_row(rows_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return result, row * width + column
 
 
-def row_mask(time: int, document_BT: Tensor | None, first: int = 0) -> Tensor:
-    """[B or 1, T, T] who sees whom among true tokens: the past, from `first` on, of one document;
-    everyone sees itself."""
-    device = None if document_BT is None else document_BT.device
-    place = torch.arange(time, device=device)
-    mask = ((place <= place[:, None]) & (place >= place.clamp(max=first)[:, None]))[None]
+def row_mask(place_BT: Tensor, document_BT: Tensor | None, first: int = 0) -> Tensor:
+    """[B, T, T] who sees whom among true tokens at places 0, 1, ..: the past, from `first` on, of
+    one document; everyone sees itself."""
+    other, own = place_BT[:, None], place_BT[:, :, None]
+    mask = (other <= own) & (other >= own.clamp(max=first))
     if document_BT is None:
         return mask
     return mask & (document_BT[:, None] == document_BT[:, :, None])

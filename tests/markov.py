@@ -135,11 +135,12 @@ def drafted_laws(head: Head, target: TargetModel, laws_VVV: Tensor, time: int = 
     tokens = [case // TOKENS ** (2 - k) % TOKENS for k in range(DEPTH)]
     length = torch.full_like(case, time)
     features = target.features(context, length, head.taps)
-    state_ = head.start(torch.cat([context, tokens[0][:, None]], 1), length, features)
+    memory = head.start(torch.cat([context, tokens[0][:, None]], 1), length, features)
     memo: dict[str, Tensor] = {}
     laws = []
     for slot in range(1, DEPTH + 1):
-        hidden = head.step(state_, tokens[:slot], memo)
-        law = head.draft_logits(hidden, slot).softmax(-1).reshape(*axes, TOKENS)
+        path = torch.stack(tokens[:slot], -1)[:, None]
+        hidden = head.step(memory, path, torch.zeros_like(path[..., 0]), memo)
+        law = head.draft_logits(hidden[:, 0], slot).softmax(-1).reshape(*axes, TOKENS)
         laws.append(law[(..., *[0] * (DEPTH - slot), slice(None))])
     return laws

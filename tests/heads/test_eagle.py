@@ -163,7 +163,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", sorted(HEADS))
 def test_t8_no_tensor_is_as_large_as_the_logits_of_a_batch(kind: str, monkeypatch) -> None:
     """T8: rows without loss cost no logits, and those with one are computed in chunks."""
-    vocab, rows, time, depth = 2000, 2, 60, 3
+    vocab, rows, time, depth = 2000, 4, 60, 3
     target = TargetModel(stock(LLAMA | {"vocab_size": vocab}))
     head = make_head(kind, target.spec, depth=depth, draft_ids=list(range(vocab)), taps=[1])
     batch = batch_of([time] * rows, prompt=time - 12, vocab=vocab)
@@ -172,4 +172,4 @@ def test_t8_no_tensor_is_as_large_as_the_logits_of_a_batch(kind: str, monkeypatc
     head(batch, features)  # what is made once, such as picked rows of the lm_head
     with Largest() as largest:
         head(batch, features)["loss"].sum().backward()
-    assert largest.elements < rows * time * vocab / 2
+    assert largest.elements < rows * time * vocab / 3

@@ -42,7 +42,7 @@ def test_train_save_load_generate(name: str, head: dict[str, Any], tmp_path: Pat
     train(config)
     losses = [line["loss"] for line in metrics(config.output_dir) if "loss" in line]
     assert losses[-1] < losses[0]
-    speculator = Speculator.from_pretrained(config.output_dir)
+    speculator = Speculator.from_pretrained(config.output_dir, drafter="heads")
     prompts = [[5, 9, 30], list(range(60, 90)), [7]]
     room = {"max_new_tokens": 20}
     plain = Speculator(speculator.target).generate(prompts, **room)
