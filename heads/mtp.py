@@ -152,7 +152,7 @@ class MTP(SequenceHead):
             return super().read_committed(state, tokens_BM, count_B, features)
         length_B = torch.zeros_like(count_B) if state is None else state.length_B
         place_BM = length_B[:, None] + torch.arange(tokens_BM.shape[1], device=count_B.device)
-        caches = []
+        caches: list[KVBuffer] = []
 
         def look(module: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             if state is None:

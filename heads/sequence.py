@@ -94,10 +94,12 @@ class SequenceHead(Head):
 
     Attributes:
         first_position: rotary position of step 1 at row 0.
+        cells: an nn.ModuleList of `Cell`.
     """
 
     first_position: ClassVar[int]
     config: SequenceConfig
+    cells: Any
 
     def __init__(
         self, config: SequenceConfig, spec: TargetSpec, draft_ids: Tensor | None = None

@@ -28,10 +28,13 @@ def target_weights(
 ) -> TargetWeights:
     """What there is of it, before any linear is packed."""
     modules: dict[str, Any] = dict(layers[-1].named_modules())
-    found = {path.split(".")[1]: modules[path] for path in LINEARS if path in modules}
+    last_layer = {
+        path.split(".")[1]: modules[path].weight.detach()
+        for path in LINEARS
+        if type(modules.get(path)) is nn.Linear
+    }
     if "self_attn.q_norm" in modules:  # without their norms these would give wild attention
-        found.pop("q_proj", None), found.pop("k_proj", None)
-    last_layer = {n: m.weight.detach() for n, m in found.items() if type(m) is nn.Linear}
+        last_layer = {n: w for n, w in last_layer.items() if n not in ("q_proj", "k_proj")}
     for path, name in NORMS.items():
         if (scale := norm_scale(modules.get(path))) is not None:
             last_layer[name] = scale

@@ -75,4 +75,4 @@ def test_a_fifth_kind_is_one_file(tmp_path: Path) -> None:
         text=True,
     )
     assert printed.returncode == 0, printed.stderr
-    assert printed.stdout.strip() == "['eagle', 'echo', 'hydra', 'medusa', 'mtp']"
+    assert printed.stdout.splitlines()[-1] == "['eagle', 'echo', 'hydra', 'medusa', 'mtp']"

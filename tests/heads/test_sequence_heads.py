@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import LLAMA, make_head, stock, tiny
+from fixtures import LLAMA, VOCAB, make_head, stock, tiny
 from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from selfdraft.heads import load_head, save_head
 from selfdraft.heads.sequence import Memory, SequenceHead
@@ -278,3 +284,19 @@ def test_r10_c4_a_folder_holds_the_head_alone(kind: str, fields: dict, tmp_path:
     assert again.config == head.config
     for name, tensor in head.state_dict().items():
         assert again.state_dict()[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_l5_a_target_whose_sizes_stand_in_its_text_config(kind: str) -> None:
+    """L5: a model of images and text, whose layers are a language model's inside it."""
+    text = LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "model_type"})
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=VOCAB - 1)
+    target = TargetModel(LlavaForConditionalGeneration(config).eval())
+    head = make_head(kind, target.spec, scale=0.0)
+    head.init_from_target(target.weights)
+    assert target.weights.last_layer
+    out = Speculator(target, head).generate([[1, 5, 9]], max_new_tokens=6)
+    assert out.token_ids == Speculator(target).generate([[1, 5, 9]], max_new_tokens=6).token_ids
