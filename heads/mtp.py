@@ -184,7 +184,8 @@ class MTP(SequenceHead):
             cell, cache = self.cells[module], state.caches[module]
             recycled = self.cells[module - 1].recycled(below[str(module - 1)])
             residual, inputs = cell.read(embeds, recycled)
-            cache.draft(*cell.layer.keys_values(inputs, last_B1 + slot), slot - 2)
+            keys, values = cell.layer.keys_values(inputs, last_B1 + slot)
+            cache.draft(keys, values, slot - 2)
             # As everywhere, a token before the module's first is seen by itself alone.
             seen_BN = place_BN >= place_BN[:, -1:].clamp(max=module)
             view = cache.view(last_B1, seen_BN[:, None])

@@ -188,7 +188,7 @@ class SequenceHead(Head):
         return self.read_committed(None, ids_BT[:, 1:], length_B, features)
 
     def advance(
-        self, state: Memory, committed_BM: Tensor, count_B: Tensor, features: Features
+        self, state: Any, committed_BM: Tensor, count_B: Tensor, features: Features
     ) -> Memory:
         """See `Drafter.advance`: nothing built from drafted states is kept."""
         width = committed_BM.shape[1]
@@ -241,8 +241,8 @@ class SequenceHead(Head):
         residual, inputs = cell.read(self.spec.embed(tokens_BW), cell.recycled(parents_BWD))
         last_B1 = state.length_B[:, None] - 1
         position_BW = last_B1 + slot_BW + self.first_position
-        start = seen_BWN.shape[2] - tokens_BW.shape[1]
-        cache.draft(*cell.layer.keys_values(inputs, position_BW), start)
+        keys, values = cell.layer.keys_values(inputs, position_BW)
+        cache.draft(keys, values, seen_BWN.shape[2] - tokens_BW.shape[1])
         view = cache.view(last_B1.expand_as(tokens_BW), seen_BWN)
         return cell.layer(residual, inputs, position_BW, *view)
 
