@@ -34,6 +34,7 @@ class TargetSpec:
             [.., len(rows)] when `rows` [D'] picks vocabulary rows.  With packed=True it may serve
             inference only; with packed=False gradients reach hidden.
         identity: what is written into head.json to recognise the target again.
+        config: the target's text config, whose head width and rotary settings heads copy.
     """
 
     hidden_size: int
@@ -45,10 +46,27 @@ class TargetSpec:
     identity: dict[str, Any]
     device: torch.device
     dtype: torch.dtype
+    config: Any
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits of `hidden` [.., D] through the dense lm_head, scaling included."""
         return self.projector(rows, False)(hidden)
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """Dense weights of the target that a new head may start from; they are copied, never shared.
+
+    Attributes:
+        lm_head: rows [D'] or None -> [D', D] or [V, D]; raises InputError where it is not dense.
+        norm_scale: [D] what the final norm multiplies by; None where there is none to be found.
+        last_layer: of the last decoder layer: q_proj, k_proj, v_proj, gate_proj and up_proj, and
+            the scales input_norm and mlp_norm; what is not there is left out.
+    """
+
+    lm_head: Callable[[Tensor | None], Tensor]
+    norm_scale: Tensor | None
+    last_layer: dict[str, Tensor]
 
 
 class HeadConfig(BaseModel):
@@ -96,7 +114,7 @@ class Head(nn.Module):
     kind: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     draft_ids: Tensor | None
-    trees: ClassVar[bool] = True  # False for a head that can only draft chains
+    trees: bool = True  # False for a head that can only draft chains
 
     def __init__(
         self, config: HeadConfig, spec: TargetSpec, draft_ids: Tensor | None = None
@@ -108,10 +126,18 @@ class Head(nn.Module):
         """
         super().__init__()
         self.config, self.spec, self.name = config, spec, self.kind
-        self.taps = tap_layers(config.taps, spec.num_layers)
+        self.taps = self.layers_tapped(config, spec.num_layers)
         self.max_depth = config.depth
         self.register_buffer("draft_ids", draft_ids)
         self._project: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def layers_tapped(cls, config: Any, layers: int) -> list[int]:
+        """Target layers whose states a head of `config` reads, on a target of `layers` layers."""
+        return tap_layers(config.taps, layers)
+
+    def init_from_target(self, weights: TargetWeights) -> None:
+        """Starts a new head from copies of the target's weights, where its kind can use them."""
 
     # -- training --------------------------------------------------------------------------------
 
@@ -143,7 +169,7 @@ class Head(nn.Module):
         """
         rows = loss_rows(batch, self.config.depth)
         states = self.unroll(batch, features, rows)
-        return distil(
+        sums = distil(
             OBJECTIVES[self.config.loss],
             states,
             rows,
@@ -153,6 +179,14 @@ class Head(nn.Module):
             weights=self.output_weights(),
             draft_ids=self.draft_ids,
         )
+        extra = self.extra_loss(states, rows, features)
+        return sums if extra is None else sums | {"loss": sums["loss"] + extra}
+
+    def extra_loss(
+        self, states: list[Tensor], rows: list[Tensor], features: Features
+    ) -> Tensor | None:
+        """Sums [depth] to add to the objective's; None: nothing."""
+        return None
 
     def counts(self, batch: dict[str, Tensor]) -> Tensor:
         """[depth] loss rows N_k of `batch`; needs no forward."""
@@ -203,8 +237,14 @@ class Head(nn.Module):
 
 
 def tap_layers(taps: list[int], layers: int) -> list[int]:
-    """The taps of a config on a target of `layers` layers: shallow targets shift them down."""
-    return sorted({min(max(tap, 0), layers) for tap in taps})
+    """The taps of a config on a target of `layers` layers: shallow targets shift them down, and
+    apart where they would fall together."""
+    result: list[int] = []
+    for tap in sorted(set(taps), reverse=True):
+        tap = min(max(tap, 0), result[-1] - 1 if result else layers)
+        if tap >= 0:
+            result.append(tap)
+    return result[::-1]
 
 
 def _last_features(features: Features, index_B: Tensor) -> LastFeatures:

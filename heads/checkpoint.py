@@ -43,7 +43,7 @@ def save_head(folder: str | Path, head: Head, **notes: Any) -> None:
         "config": head.config.model_dump(),
         "target": head.spec.identity,
         "wiring": {
-            "norm_stage": "post",
+            "norm_stage": getattr(head.config, "norm_stage", "post"),
             "taps": head.taps,
             "draft_vocab": None if head.draft_ids is None else len(head.draft_ids),
         },

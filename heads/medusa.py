@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Head, HeadConfig, LastFeatures, TargetSpec, register
+from .base import Head, HeadConfig, LastFeatures, TargetSpec, TargetWeights, register
 from .layers import ResidualBlock, TapNorm
 from .protocols import Features
 
@@ -55,11 +55,12 @@ class Medusa(Head):
             rows = spec.vocab_size if draft_ids is None else len(draft_ids)
             self.lm_heads = nn.ParameterList(torch.zeros(rows, width) for _ in range(config.depth))
 
-    def init_from_target(self, lm_head_rows: Tensor) -> None:
-        """Copies the target's lm_head rows [D', D] of the draft vocabulary into own lm_heads."""
+    def init_from_target(self, weights: TargetWeights) -> None:
+        """Copies the target's lm_head rows of the draft vocabulary into own lm_heads."""
         if self.config.lm_head == "own":
+            rows = weights.lm_head(self.draft_ids)
             for weight in self.lm_heads:
-                weight.data.copy_(lm_head_rows)
+                weight.data.copy_(rows)
 
     def output_weights(self) -> list[Tensor] | None:
         """See `Head.output_weights`."""

@@ -21,6 +21,7 @@ from .masks import KINDS, slot_masks
 from .probe import probe_target
 from .projection import Projection
 from .taps import tapped
+from .weights import target_weights
 
 PREFILL_CHUNK = 512  # tokens a forward of a long prompt, so that its mask stays small
 
@@ -33,6 +34,7 @@ class TargetModel:
         tokenizer: of the model; None when prompts are given as ids.
         eos_ids: ids that end a generation.
         packed: linears that run on reordered weights.
+        weights: dense weights that new heads may start from.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TargetModel:
         self.eos_ids = self._eos_ids()
         self._projection = Projection(self.lm_head, self.config)
         self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
+        self.weights = target_weights(self.decoder, self.layers, self._projection.weight_rows)
         self.packed = packed.pack_linears(self.decoder) if pack else 0
         if pack:
             use_grouped_attention(model)
@@ -149,6 +152,7 @@ class TargetModel:
             identity=identity,
             device=self.device,
             dtype=self.dtype,
+            config=config,
         )
 
     def _sliding_window(self) -> int | None:
@@ -202,10 +206,6 @@ class TargetModel:
         return list(encoded["input_ids"])
 
     # -- logits ----------------------------------------------------------------------------------
-
-    def lm_head_rows(self, rows: Tensor | None = None) -> Tensor:
-        """See `projection.Projection.weight_rows`."""
-        return self._projection.weight_rows(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] for inference."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from selfdraft.heads import Draft, Plan, TargetSpec
 
@@ -66,6 +67,7 @@ class TableTarget:
             identity={},
             device=self.device,
             dtype=self.dtype,
+            config=LlamaConfig(hidden_size=WIDTH, intermediate_size=WIDTH, num_attention_heads=1),
         )
 
     def state(self, prefix: tuple[int, ...]) -> Tensor:
@@ -100,7 +102,7 @@ class TableTarget:
         rows = ids_BT.tolist()
         cache.rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
         states = [[self.state(tuple(ids[: t + 1])) for t in range(len(ids))] for ids in rows]
-        return {"hidden": torch.stack([torch.stack(row) for row in states])}
+        return _features(states, taps)
 
     def forward(
         self,
@@ -121,7 +123,13 @@ class TableTarget:
             ]
             for past, nodes, rows in zip(cache.rows, cache.nodes, seen, strict=True)
         ]
-        return {"hidden": torch.stack([torch.stack(row) for row in states])}
+        return _features(states, taps)
+
+
+def _features(states: list[list[Tensor]], taps: list[int]) -> dict[str, Tensor]:
+    """As `TargetModel` gives them, every tap being the state itself."""
+    hidden = torch.stack([torch.stack(row) for row in states])
+    return {"hidden": hidden, "taps": hidden[:, :, None].expand(-1, -1, len(taps), -1)}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..heads.base import tap_layers
+from ..heads import HEADS
 from ..heads.checkpoint import replace_file
 from ..heads.protocols import Features
 from ..inference.target import TargetModel
@@ -54,7 +54,7 @@ class RecordedStates:
 
     def __init__(self, config: TrainConfig, target: TargetModel) -> None:
         self.folder = config.features_folder / "recorded"
-        self.taps = tap_layers(config.head.taps, target.spec.num_layers)
+        self.taps = HEADS[config.head.kind].layers_tapped(config.head, target.spec.num_layers)
         self.dtype = DTYPES[config.data.features.dtype]
         identity = target.spec.identity
         made_with = [identity["fingerprint"], identity["dtype"], self.taps, str(self.dtype)]

@@ -86,9 +86,7 @@ def build_head(config: TrainConfig, target: TargetModel, documents: list[Documen
         say(f"draft vocabulary: {size} of {spec.vocab_size} ids, {share:.1%} of the answers")
     set_seed(config.seed)
     head = HEADS[config.head.kind](config.head, spec, draft_ids)
-    if initialise := getattr(head, "init_from_target", None):
-        rows = None if draft_ids is None else draft_ids.to(spec.device)
-        initialise(target.lm_head_rows(rows))
+    head.init_from_target(target.weights)
     say(f"head: {head.kind}, {sum(p.numel() for p in head.parameters()):,} parameters")
     return head
 

@@ -16,6 +16,7 @@ from fixtures import make_head, micro
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from selfdraft.heads import HEADS
 from selfdraft.inference import decode, verifier
 from selfdraft.inference.cache import SlotCache
 from selfdraft.inference.speculator import Speculator
@@ -44,7 +45,7 @@ def test_joint_law(kind: str, seed: int, settings: dict[str, Any], monkeypatch) 
     assert distance(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", sorted(HEADS))
 def test_joint_law_over_more_rounds(kind: str, monkeypatch) -> None:
     target = memoised(micro(4, 7))
     head = make_head(kind, target.spec, depth=2, scale=0.5, seed=7, draft_ids=[0, 2, 3])

@@ -16,7 +16,7 @@ from enumeration import Tape, TapeNoise, decode_law, distance, exact_law, law_of
 from fixtures import make_head
 from tables import RandomPoints, TableTarget
 
-from selfdraft.heads import Draft, Plan
+from selfdraft.heads import HEADS, Draft, Plan
 from selfdraft.heads.protocols import Drafter
 from selfdraft.inference import verifier
 from selfdraft.inference.drafters import Merged
@@ -66,13 +66,17 @@ CASES: dict[str, tuple[Callable[[TableTarget, int], Drafter], Plan, dict[str, An
         {"top_k": 2},
     ),
 }
+EVERY_KIND = {
+    f"drawn-tree-{kind}": (lambda t, s, kind=kind: head(t, kind, s), Plan(2, tree=TREE), {})
+    for kind in sorted(HEADS)
+}
 
 
 def run(
     patch: Any, case: str, seed: int, prompts: list[list[int]] | None = None, tokens: int = 4
 ) -> float:
     """Distance of the loop's law from the target's."""
-    make, plan, settings = CASES[case]
+    make, plan, settings = (CASES | EVERY_KIND)[case]
     target = table(3, seed)
     drafter = make(target, seed)
     prompts = prompts or [PROMPT]
@@ -88,6 +92,11 @@ def run(
 @pytest.mark.parametrize("case", CASES)
 def test_joint_law(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, case, seed) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", EVERY_KIND)
+def test_joint_law_of_every_head_kind(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, case, 1) < TOLERANCE
 
 
 def test_eos_falls_inside_the_block() -> None:

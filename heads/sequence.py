@@ -1,0 +1,293 @@
+"""What MTP and EAGLE share: a recurrence over draft slots that attends to the row's past.
+
+Step k at row t reads e(x_{t+k}) and the state of step k-1, and gives the state whose logits are the
+law of slot k.  Its keys are those of step 1 at rows s <= t, which come from the target's own states
+and true tokens, and its own of steps 2..k; training and drafting see exactly the same.
+
+Shape suffixes: B rows, T tokens, M committed tokens, R loss rows of a batch row, W nodes of one
+call, N draft nodes of the round so far, K taps, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from .base import Head, HeadConfig, TargetSpec, TargetWeights, tap_layers
+from .kv import KVBuffer
+from .layers import DecoderLayer, RMSNorm, TapNorm
+from .protocols import Features
+
+COPIED = ("q_proj", "k_proj", "v_proj", "mlp_norm", "gate_proj", "up_proj")
+
+
+class SequenceConfig(HeadConfig):
+    """Attributes:
+    norm_stage: the target's state at row t, before or after its final norm.
+    recycle: what a step hands to the next one, its raw output or that behind the head's norm.
+    tap_norm: RMS-norm each tapped state before they are joined.
+    width: inner width of the layer's MLP; None for the target's.
+    """
+
+    norm_stage: Literal["pre", "post"] = "pre"
+    recycle: Literal["raw", "normed"] = "raw"
+    tap_norm: bool = True
+    width: int | None = Field(None, ge=1)
+
+
+class Cell(nn.Module):
+    """One step of the recurrence.  A subclass says in `read` how embedding and state enter."""
+
+    def __init__(self, spec: TargetSpec, config: SequenceConfig, inputs: int | None = None) -> None:
+        super().__init__()
+        self.embed_norm, self.hidden_norm = RMSNorm(spec.hidden_size), RMSNorm(spec.hidden_size)
+        self.layer = DecoderLayer(spec.config, inputs, config.width)
+        self.norm = RMSNorm(spec.hidden_size)
+        self.recycle_normed = config.recycle == "normed"
+
+    def read(self, embeds: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual and what attention reads, from embeddings and recycled states [.., D]."""
+        raise TypeError(f"{type(self).__name__} does not define read")
+
+    def recycled(self, out: Tensor) -> Tensor:
+        """What the next step gets of the raw output."""
+        return self.norm(out) if self.recycle_normed else out
+
+    def init_from_target(self, weights: TargetWeights, norm_stage: str) -> None:
+        """Starts the layer as the target's last one where shapes fit, its output projections at
+        zero, and the norm so that the first state is the target's own."""
+        if weights.norm_scale is not None:
+            scale = weights.norm_scale
+            # A state behind the target's norm has its scale already; its size is that of the scale.
+            same = scale if norm_stage == "pre" else scale.pow(2).mean().sqrt().expand_as(scale)
+            self.norm.weight.data.copy_(same)
+        for name in COPIED:
+            ours, theirs = getattr(self.layer, name).weight, weights.last_layer.get(name)
+            if theirs is not None and theirs.shape == ours.shape:
+                ours.data.copy_(theirs)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """State of a sequence head: its caches, and each cell's raw output at the root's row.
+
+    Attributes:
+        length_B: rows that the target has read; the root's row is the last of them.
+    """
+
+    caches: list[KVBuffer]
+    outs: list[Tensor]
+    length_B: Tensor
+
+    def select(self, rows: Tensor) -> Memory:
+        """The memory of `rows` alone."""
+        caches, outs = [c.select(rows) for c in self.caches], [out[rows] for out in self.outs]
+        return Memory(caches, outs, self.length_B[rows])
+
+
+class SequenceHead(Head):
+    """One cell applied at every step.  A subclass gives `kind`, `Config` and `make_cell`.
+
+    Attributes:
+        first_position: rotary position of step 1 at row 0.
+        cells: an nn.ModuleList of `Cell`.
+    """
+
+    first_position: ClassVar[int]
+    config: SequenceConfig
+    cells: Any
+
+    def __init__(
+        self, config: SequenceConfig, spec: TargetSpec, draft_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, spec, draft_ids)
+        self.cells = nn.ModuleList(self.make_cell() for _ in range(self.cell_count()))
+        joined = tap_layers(config.taps, spec.num_layers)
+        self.joined = [self.taps.index(tap) for tap in joined]
+        if joined:
+            width = len(joined) * spec.hidden_size
+            self.tap_norm = TapNorm(len(joined), spec.hidden_size) if config.tap_norm else None
+            self.tap_in = nn.Linear(width, spec.hidden_size, bias=False)
+            if self.reads_hidden(config):
+                nn.init.zeros_(self.tap_in.weight)
+
+    def make_cell(self) -> Cell:
+        """A new cell."""
+        raise TypeError(f"head kind {self.kind!r} does not define make_cell")
+
+    def cell_count(self) -> int:
+        """Cells with weights of their own."""
+        return 1
+
+    @classmethod
+    def reads_hidden(cls, config: Any) -> bool:
+        """Whether the first state holds the target's last one beside the joined taps."""
+        return True
+
+    @classmethod
+    def layers_tapped(cls, config: Any, layers: int) -> list[int]:
+        """See `Head.layers_tapped`; a state before the final norm is the highest tap."""
+        last = [layers] if config.norm_stage == "pre" and cls.reads_hidden(config) else []
+        return sorted({*tap_layers(config.taps, layers), *last})
+
+    def init_from_target(self, weights: TargetWeights) -> None:
+        """See `Head.init_from_target`."""
+        for cell in self.cells:
+            cell.init_from_target(weights, self.config.norm_stage)
+
+    def first_state(self, features: Features) -> Tensor:
+        """State of step 0 [.., D]: the target's last one, corrected by the joined taps."""
+        pre = self.config.norm_stage == "pre"
+        if not self.joined:
+            return features["taps"][..., -1, :] if pre else features["hidden"]
+        taps = features["taps"][..., self.joined, :]
+        joined = self.tap_in(taps.flatten(-2) if self.tap_norm is None else self.tap_norm(taps))
+        if not self.reads_hidden(self.config):
+            return joined
+        return joined + (features["taps"][..., -1, :] if pre else features["hidden"])
+
+    # -- training --------------------------------------------------------------------------------
+
+    def unroll(
+        self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]
+    ) -> list[Tensor]:
+        """See `Head.unroll`: step k runs at the rows of depth 1 alone, which hold all others."""
+        ids_BT, cell = batch["ids"], self.cells[0]
+        time, (row_BR, slot_M) = ids_BT.shape[1], by_batch_row(rows[0], ids_BT.shape)
+        at, own = torch.arange(len(ids_BT), device=ids_BT.device)[:, None], row_BR.shape[1]
+        place_BT = torch.arange(time, device=ids_BT.device).expand(ids_BT.shape)
+        embeds_BTD = self.spec.embed(ids_BT.roll(-1, 1))
+        residual, inputs = cell.read(embeds_BTD, self.first_state(features))
+        keys, values = cell.layer.keys_values(inputs, place_BT + self.first_position)
+        mask = row_mask(place_BT, batch.get("document"))[at, row_BR]
+        position = row_BR + self.first_position
+        outs = [cell.layer(residual[at, row_BR], inputs[at, row_BR], position, keys, values, mask)]
+        diagonal = torch.eye(own, dtype=torch.bool, device=mask.device).expand(len(mask), -1, -1)
+        for step in range(1, len(rows)):
+            tokens = ids_BT[at, (row_BR + 1 + step).clamp(max=time - 1)]
+            residual, inputs = cell.read(self.spec.embed(tokens), cell.recycled(outs[-1]))
+            more = cell.layer.keys_values(inputs, position + step)
+            keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
+            mask = torch.cat([mask, diagonal], 2)
+            outs.append(cell.layer(residual, inputs, position + step, keys, values, mask))
+        return [
+            cell.norm(out).flatten(0, 1)[slot_M[torch.searchsorted(rows[0], rows_M)]]
+            for out, rows_M in zip(outs, rows, strict=True)
+        ]
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> Memory:
+        """See `Drafter.start`: step 1 at every row, from true states and tokens."""
+        width = ids_BT.shape[1] - 1
+        features = {name: value[:, :width] for name, value in features.items()}
+        return self.read_committed(None, ids_BT[:, 1:], length_B, features)
+
+    def advance(
+        self, state: Any, committed_BM: Tensor, count_B: Tensor, features: Features
+    ) -> Memory:
+        """See `Drafter.advance`: nothing built from drafted states is kept."""
+        width = committed_BM.shape[1]
+        features = {name: value[:, :width] for name, value in features.items()}
+        return self.read_committed(state, committed_BM, count_B, features)
+
+    def read_committed(
+        self, state: Memory | None, tokens_BM: Tensor, count_B: Tensor, features: Features
+    ) -> Memory:
+        """Memory after further rows, each with its features and the token after it.
+
+        Args:
+            state: before them; None at the start.
+            count_B: how many of the M each batch row has.
+        """
+        cell, length_B = self.cells[0], torch.zeros_like(count_B)
+        if state is not None:
+            length_B = state.length_B
+        row_BM = length_B[:, None] + torch.arange(tokens_BM.shape[1], device=count_B.device)
+        inner = cell.read(self.spec.embed(tokens_BM), self.first_state(features))
+        keys, values = cell.layer.keys_values(inner[1], row_BM + self.first_position)
+        if state is None:
+            cache = KVBuffer.of(keys, values, count_B)
+        else:
+            cache = state.caches[0].append(keys, values, count_B)
+        at = torch.arange(len(count_B), device=count_B.device)[:, None]
+        residual, inputs = (part[at, count_B[:, None] - 1] for part in inner)
+        last_B1 = cache.length_B[:, None] - 1
+        out = cell.layer(residual, inputs, last_B1 + self.first_position, *cache.view(last_B1))
+        return Memory([cache], [out[:, 0]], cache.length_B)
+
+    def extend(
+        self,
+        state: Memory,
+        tokens_BW: Tensor,
+        parents_BWD: Tensor,
+        slot_BW: Tensor,
+        seen_BWN: Tensor,
+    ) -> Tensor:
+        """Raw outputs [B, W, D] behind draft nodes; `cells[0].norm` gives what the lm_head reads.
+
+        Args:
+            parents_BWD: raw output at each node's parent, from whose law the token came; at the
+                root `state.outs[0]`.
+            slot_BW: draft slot of each token, from 1.
+            seen_BWN: over the N nodes of this round so far, the W new ones last: True for a node's
+                ancestors and itself.
+        """
+        cell, cache = self.cells[0], state.caches[0]
+        residual, inputs = cell.read(self.spec.embed(tokens_BW), cell.recycled(parents_BWD))
+        last_B1 = state.length_B[:, None] - 1
+        position_BW = last_B1 + slot_BW + self.first_position
+        keys, values = cell.layer.keys_values(inputs, position_BW)
+        cache.draft(keys, values, seen_BWN.shape[2] - tokens_BW.shape[1])
+        view = cache.view(last_B1.expand_as(tokens_BW), seen_BWN)
+        return cell.layer(residual, inputs, position_BW, *view)
+
+    def step(
+        self, state: Memory, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+    ) -> Tensor:
+        """See `Head.step`."""
+        (rows, nodes, slot), device = paths_BWk.shape, paths_BWk.device
+        if slot == 1:
+            memo["out"] = state.outs[0][:, None]
+            memo["seen"] = torch.ones(rows, 1, 0, dtype=torch.bool, device=device)
+        else:
+            parents_BWD, above_BWN = (
+                memo[name].gather(1, place_BW[..., None].expand(-1, -1, memo[name].shape[-1]))
+                for name in ("out", "seen")
+            )
+            own = torch.eye(nodes, dtype=torch.bool, device=device).expand(rows, -1, -1)
+            memo["seen"] = torch.cat([above_BWN, own], 2)
+            slot_BW = torch.full_like(place_BW, slot - 1)
+            memo["out"] = self.extend(state, paths_BWk[..., -1], parents_BWD, slot_BW, memo["seen"])
+        return self.cells[0].norm(memo["out"])
+
+
+def by_batch_row(rows_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Sorts flat indices b*T+t by b.
+
+    Returns:
+        the t of each batch row [B, R], padded with 0, and where in it each index stands, b*R+r [M].
+    """
+    batch, time = shape
+    row, place = rows_M // time, rows_M % time
+    counts = row.bincount(minlength=batch)
+    width = max(1, int(counts.max()))
+    before = counts.cumsum(0) - counts
+    column = torch.arange(len(rows_M), device=rows_M.device) - before[row]
+    result = rows_M.new_zeros(batch, width)
+    result[row, column] = place
+    return result, row * width + column
+
+
+def row_mask(place_BT: Tensor, document_BT: Tensor | None, first: int = 0) -> Tensor:
+    """[B, T, T] who sees whom among true tokens at places 0, 1, ..: the past, from `first` on, of
+    one document; everyone sees itself."""
+    other, own = place_BT[:, None], place_BT[:, :, None]
+    mask = (other <= own) & (other >= own.clamp(max=first))
+    if document_BT is None:
+        return mask
+    return mask & (document_BT[:, None] == document_BT[:, :, None])
