@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Grower(Protocol):
     """What drafts are grown from: a `Head`, or anything else with these of its parts."""
 
     max_depth: int
-    trees: ClassVar[bool]
+    trees: bool
     draft_ids: Tensor | None
 
     @property

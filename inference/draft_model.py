@@ -6,7 +6,6 @@ Shape suffixes: B rows, T tokens, W nodes of a level, M committed tokens, D hidd
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ class DraftModel:
     """
 
     taps: list[int] = []  # noqa: RUF012
-    trees: ClassVar[bool] = False
+    trees: bool = False
     draft_ids: Tensor | None = None
 
     def __init__(self, model: TargetModel, target: TargetModel, max_depth: int = 4) -> None:

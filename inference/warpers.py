@@ -99,7 +99,7 @@ class TopP(Warper):
         ranked = np.sort(x)[::-1]  # values alone: several times faster than their order
         p = np.exp(ranked - ranked[0]) * p_V.max()
         before = np.cumsum(p, dtype=np.float64) - p
-        count = max(np.count_nonzero(before < self.theirs.top_p), self.least)
+        count = max(int(np.count_nonzero(before < self.theirs.top_p)), int(self.least))
         border = ranked[count - 1]
         surely, level = ids[x > border], ids[x == border]
         return np.concatenate([surely, level[len(surely) - count :]])

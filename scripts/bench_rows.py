@@ -33,7 +33,9 @@ def measure(
     """One entry a tree size for batches of `rows`: tokens/s, tokens a round, the ratio to plain and
     how many outputs equal plain's."""
     speculators = {size: _with_nodes(spec, size) for size in sizes}
-    seconds, tokens, same = defaultdict(float), defaultdict(int), defaultdict(int)
+    seconds: dict[int, float] = defaultdict(float)
+    tokens: dict[int, int] = defaultdict(int)
+    same: dict[int, int] = defaultdict(int)
     rounds: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for start in range(0, len(prompts), rows):
         batch, plain = prompts[start : start + rows], None
@@ -73,7 +75,7 @@ def show(entries: list[dict[str, Any]]) -> None:
     table = Table(title="greedy, batches of several rows, wall time with prefill")
     for column in ("rows", "nodes", "tokens/s", "tokens a round", "x plain", "identical", "best"):
         table.add_column(column, justify="right")
-    best = {}
+    best: dict[int, dict[str, Any]] = {}
     for entry in entries:
         known = best.get(entry["rows"])
         if known is None or entry["tokens_per_second"] > known["tokens_per_second"]:

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     plain = Speculator(target)
     expected = [plain.generate(p, max_new_tokens=new_tokens).token_ids[0] for p in prompts]
     precise: Any = None
-    results = []
+    results: list[dict[str, Any]] = []
     for name, (one, rows) in tqdm(ways(spec).items(), desc="ways"):
         out = one.generate(prompts, max_new_tokens=new_tokens, batch_size=rows)
         gaps = []
