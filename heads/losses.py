@@ -1,17 +1,17 @@
 """Sums of an objective over loss rows, in chunks, so that no tensor of all rows' logits exists.
 
-Shape suffixes: B rows, T tokens, M loss rows of all depths, U distinct teachers of a chunk, W
-hidden width, D draft vocabulary, S statistics of a row, K depths.
+Shape suffixes: B rows, T tokens, M loss rows, W hidden width, D draft vocabulary, S
+statistics of a row, K depths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from . import objectives
 from .objectives import Laws, Objective, Project, TargetLaws, wide
@@ -30,17 +30,13 @@ class _Rows:
     teacher_M: Tensor
     label_M: Tensor
     hit_M: Tensor
-    hidden: Tensor
-    project: Project
-    project_all: Project | None
-    draft_ids: Tensor | None
+    target: TargetLaws
 
-    def chunks(self) -> tuple[Tensor, ...]:
-        """Rows [m] that are computed together.  Those of unlike depth that share a teacher stand
+    def chunks(self, elements: int) -> tuple[Tensor, ...]:
+        """Rows [m] that are computed together, with at most that many logits.  Those of unlike depth that share a teacher stand
         together, so that its law is computed once."""
-        known = self.draft_ids is not None
-        width = len(self.draft_ids) if known else self.project(self.hidden[:1]).shape[-1]
-        return self.teacher_M.argsort(stable=True).split(max(1, objectives.CHUNK // width))
+        width = self.target.project(self.target.hidden[:1]).shape[-1]
+        return self.teacher_M.argsort(stable=True).split(max(1, elements // width))
 
     def statistics(self, acceptance: bool, rows_M: Tensor, *inputs: Tensor) -> Tensor:
         """Of each row of a chunk: its loss and, for `acceptance`, min(1, q(x)/p(x)) and alpha.
@@ -50,11 +46,9 @@ class _Rows:
         Returns:
             [S, M].
         """
-        teachers_U, place_M = self.teacher_M[rows_M].unique_consecutive(return_inverse=True)
-        target = TargetLaws(self.hidden[teachers_U], self.project, self.project_all)
-        logits_MD = wide(self._logits(rows_M, *inputs))
-        self.hit_M[rows_M] = logits_MD.detach().argmax(-1) == self.label_M[rows_M]
-        laws = Laws(logits_MD, target, place_M, self.label_M[rows_M])
+        logits_MD, label_M = wide(self._logits(rows_M, *inputs)), self.label_M[rows_M]
+        self.hit_M[rows_M] = logits_MD.detach().argmax(-1) == label_M
+        laws = Laws(logits_MD, self.target, self.teacher_M[rows_M], label_M)
         parts = [self.objective.rows(laws)]
         if acceptance:
             parts += [laws.log_ratio_M.exp(), laws.log_acceptance_M.exp()]
@@ -62,7 +56,7 @@ class _Rows:
 
     def _logits(self, rows_M: Tensor, states_MW: Tensor, *weights: Tensor) -> Tensor:
         if not weights:
-            return self.project(states_MW)
+            return self.target.project(states_MW)
         # Each depth through its own lm_head, and back into the order of the rows.
         depth_M = self.depth_M[rows_M]
         order_M = depth_M.argsort(stable=True)
@@ -71,27 +65,47 @@ class _Rows:
         return torch.cat(logits)[order_M.argsort()]
 
 
-class _ChunkedSums(torch.autograd.Function):
-    """Sums of the rows' losses by depth.  The gradients of a chunk are taken while its logits
-    exist, so that nothing is computed twice and no [M, D] tensor outlives its chunk."""
+def _visit(
+    rows: _Rows, acceptance: bool, inputs: Sequence[Tensor], grad_SM: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """`statistics` of all rows, a chunk at a time.
+
+    Args:
+        inputs: states [M, W], and the own lm_head of each depth if any.
+        grad_SM: of some sum by each statistic; None where no gradients are wanted.
+    Returns:
+        [S, M], and the gradients of that sum by `inputs`, taken while a chunk's logits exist.
+    """
+    wanted, parts = grad_SM is not None, []
+    grads = [torch.zeros_like(t) for t in inputs] if wanted else []
+    # The acceptance keeps about twice as many tensors of a chunk alive.
+    chunks = rows.chunks(objectives.CHUNK // 2 if acceptance else objectives.CHUNK)
+    for rows_M in chunks:
+        own = [t.detach().requires_grad_(wanted) for t in (inputs[0][rows_M], *inputs[1:])]
+        with torch.set_grad_enabled(wanted):
+            part_SM = rows.statistics(acceptance, rows_M, *own)
+        parts.append(part_SM.detach())
+        if grad_SM is not None:
+            found = torch.autograd.grad(part_SM, own, grad_SM[:, rows_M])
+            grads[0][rows_M] = found[0]
+            for total, grad in zip(grads[1:], found[1:], strict=True):
+                total += grad
+    return torch.cat(parts, 1)[:, torch.cat(chunks).argsort()], grads
+
+
+class _LossSums(torch.autograd.Function):
+    """[K] sums of the rows' losses.  One pass gives value and gradient, since a depth's rows all
+    weigh the same, whatever is made of the sums."""
 
     @staticmethod
-    def forward(ctx, rows, depths, states_MW, *weights):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, depths, *inputs):  # type: ignore[no-untyped-def]
         ctx.depth_M = rows.depth_M
-        grads = [torch.zeros_like(t) for t in (states_MW, *weights)]
-        dtype = torch.promote_types(torch.float32, states_MW.dtype)
-        loss_K = torch.zeros(depths, device=states_MW.device, dtype=dtype)
-        for rows_M in rows.chunks():
-            inputs = [t.detach().requires_grad_() for t in (states_MW[rows_M], *weights)]
-            with torch.enable_grad():
-                loss_M = rows.statistics(False, rows_M, *inputs)[0]
-                total = loss_M.sum()
-            loss_K.index_add_(0, rows.depth_M[rows_M], loss_M.detach())
-            grads[0][rows_M], *others = torch.autograd.grad(total, inputs)
-            for grad, other in zip(grads[1:], others, strict=True):
-                grad += other
+        dtype = torch.promote_types(torch.float32, inputs[0].dtype)
+        ones = torch.ones(1, len(rows.depth_M), dtype=dtype, device=inputs[0].device)
+        statistics, grads = _visit(rows, False, inputs, ones)
         ctx.save_for_backward(*grads)
-        return loss_K
+        loss_K = ones.new_zeros(depths)
+        return loss_K.index_add_(0, rows.depth_M, statistics[0].to(dtype))
 
     @staticmethod
     def backward(ctx, grad_K):  # type: ignore[no-untyped-def]
@@ -101,20 +115,23 @@ class _ChunkedSums(torch.autograd.Function):
         return None, None, states_MW, *weights
 
 
-def _all_statistics(rows: _Rows, acceptance: bool, states_MW: Tensor, *weights: Tensor) -> Tensor:
-    """[S, M] `statistics` of all rows.  For gradients a chunk's logits are computed again: what
-    weighs a row of one depth is known only once the row's other depths are."""
-    chunks = rows.chunks()
-    order_M = torch.cat(chunks)
-    states = states_MW[order_M].split([len(chunk) for chunk in chunks])
-    parts = [
-        checkpoint(
-            rows.statistics, acceptance, chunk, state, *weights,
-            use_reentrant=False, preserve_rng_state=False,
+class _Statistics(torch.autograd.Function):
+    """[S, M] statistics with acceptance.  What weighs a row of one depth is known only once the
+    row's other depths are, so the backward visits the rows again."""
+
+    @staticmethod
+    def forward(ctx, rows, *inputs):  # type: ignore[no-untyped-def]
+        ctx.rows, kind = rows, inputs[0].device.type
+        ctx.autocast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         )
-        for chunk, state in zip(chunks, states, strict=True)
-    ]  # fmt: skip
-    return torch.cat(parts, 1)[:, order_M.argsort()]
+        ctx.save_for_backward(*inputs)
+        return _visit(rows, True, inputs)[0]
+
+    @staticmethod
+    def backward(ctx, grad_SM):  # type: ignore[no-untyped-def]
+        with ctx.autocast:
+            return None, *_visit(ctx.rows, True, ctx.saved_tensors, grad_SM)[1]
 
 
 def distil(
@@ -151,16 +168,19 @@ def distil(
     label_M = draft_index(ids[teacher_M + 1], draft_ids)
     hit_M = torch.zeros_like(label_M, dtype=torch.bool)
     whole = None if draft_ids is None else project_all or _no_project_all
-    all_rows = _Rows(
-        objective, depth_M, teacher_M, label_M, hit_M, hidden, project, whole, draft_ids
-    )
-    states_MW, own, found = torch.cat(states), weights or [], {}
-    if torch.is_grad_enabled() and not objective.accepted:
-        found["loss"] = _ChunkedSums.apply(all_rows, len(rows), states_MW, *own)
+    target = TargetLaws(hidden, teacher_M.unique(), project, whole)
+    all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, target)
+    inputs, found = [torch.cat(states), *(weights or [])], {}
+    coupled, learning = objective.accepted > 0, torch.is_grad_enabled()
+    if learning and not coupled:
+        found["loss"] = _LossSums.apply(all_rows, len(rows), *inputs)
     else:
-        acceptance = objective.accepted > 0 or whole is not _no_project_all
-        loss_M, *two = _all_statistics(all_rows, acceptance, states_MW, *own)
-        if acceptance:
+        acceptance = coupled or whole is not _no_project_all
+        if learning:
+            loss_M, *two = _Statistics.apply(all_rows, *inputs)
+        else:
+            loss_M, *two = _visit(all_rows, acceptance, inputs)[0]
+        if two:
             accepted_M = _accepted(*two, rows, len(ids))
             found["accepted"] = _by_depth(accepted_M.detach(), rows)
             loss_M = loss_M + objective.accepted * (1 - accepted_M)

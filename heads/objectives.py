@@ -4,7 +4,7 @@ An objective is a weighted mix of terms, all to be minimised.  Over a draft voca
 D alone: KL and reverse KL compare it with p renormalised on D, while everything that is an
 acceptance takes p as it is, since the verifier does.
 
-Shape suffixes: M rows, U target positions, W hidden width, D draft vocabulary, K depths.
+Shape suffixes: M rows, U distinct target positions, W hidden width, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -33,47 +33,52 @@ def wide(logits: Tensor) -> Tensor:
 
 
 class TargetLaws:
-    """The target's laws at some positions, without gradients; each part is computed when it is
-    first asked for, so that an objective pays for what it reads and no more.
+    """The target's laws at positions of the text, without gradients.
 
     Args:
-        hidden_UW: states after the final norm.
+        hidden: states after the final norm, flat over batch and time [.., W].
+        teachers_U: the positions that are looked at, ascending.
         project: to draft-vocabulary logits.
         project_all: to logits over all ids; None where `project` gives these.
     """
 
-    def __init__(self, hidden_UW: Tensor, project: Project, project_all: Project | None) -> None:
-        self.hidden_UW, self.project, self.project_all = hidden_UW, project, project_all
+    def __init__(
+        self, hidden: Tensor, teachers_U: Tensor, project: Project, project_all: Project | None
+    ) -> None:
+        self.hidden, self.teachers_U = hidden, teachers_U
+        self.project, self.project_all = project, project_all
+
+    @torch.no_grad()
+    def log_p(self, teacher_M: Tensor) -> Tensor:
+        """[M, D] log p renormalised on D, at sorted positions."""
+        teachers_U, place_M = teacher_M.unique_consecutive(return_inverse=True)
+        return wide(self.project(self.hidden[teachers_U])).log_softmax(-1)[place_M]
 
     @cached_property
     @torch.no_grad()
-    def log_p_UD(self) -> Tensor:
-        """log p renormalised on D."""
-        return wide(self.project(self.hidden_UW)).log_softmax(-1)
-
-    @cached_property
-    @torch.no_grad()
-    def log_mass_U(self) -> Tensor:
-        """log sum_{v in D} p(v), what renormalising on D took away."""
+    def log_mass(self) -> Tensor:
+        """log sum_{v in D} p(v) at every position of `teachers_U`: what renormalising on D takes
+        away.  Costs the whole lm_head, so it is computed when first asked for, and once."""
+        mass = wide(torch.zeros_like(self.hidden[:, 0]))
         if self.project_all is None:
-            return wide(self.hidden_UW.new_zeros(len(self.hidden_UW)))
-        width = self.project_all(self.hidden_UW[:1]).shape[-1]
-        parts = self.hidden_UW.split(max(1, CHUNK // width))
-        return torch.cat(
-            [
-                wide(self.project(h)).logsumexp(-1) - wide(self.project_all(h)).logsumexp(-1)
-                for h in parts
-            ]
-        )
+            return mass
+        width = self.project_all(self.hidden[:1]).shape[-1]
+        # Without gradients fewer tensors of this size exist at once.
+        for at in self.teachers_U.split(max(1, 4 * CHUNK // width)):
+            state = self.hidden[at]
+            inside, whole = self.project(state), self.project_all(state)
+            mass[at] = wide(inside).logsumexp(-1) - wide(whole).logsumexp(-1)
+        return mass
 
 
 class Laws:
-    """Draft and target laws of some loss rows, each part computed when it is first asked for.
+    """Draft and target laws of some loss rows, each part computed when it is first asked for, so
+    that an objective pays for what it reads and no more.
 
     Args:
         logits_MD: the head's.
-        target: the laws of the rows' teachers.
-        teacher_M: which of them belongs to each row.
+        target: the laws of all teachers.
+        teacher_M: the rows' teachers, sorted.
         label_M: index in D of the text's token, -1 where D lacks it.
     """
 
@@ -91,12 +96,12 @@ class Laws:
     @cached_property
     def log_p_MD(self) -> Tensor:
         """log p renormalised on D."""
-        return self._target.log_p_UD[self._teacher_M]
+        return self._target.log_p(self._teacher_M)
 
     @cached_property
     def log_mass_M(self) -> Tensor:
         """log sum_{v in D} p(v)."""
-        return self._target.log_mass_U[self._teacher_M]
+        return self._target.log_mass[self._teacher_M]
 
     @cached_property
     def log_acceptance_M(self) -> Tensor:
