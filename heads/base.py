@@ -61,6 +61,7 @@ class HeadConfig(BaseModel):
             layer i-1, the number of layers the raw output of the last one; larger values shift
             down to fit.
         draft_vocab: D most frequent ids of the distillation data; None drafts over all ids.
+        draft_coverage: fewer ids than that where they make up this share of the data's tokens.
         loss: an objective of `objectives.TERMS`, `accepted_length`, or a mix {name: weight}.
         decay: weight of depth k's loss is decay^k (Medusa, arXiv 2401.10774, section 2.2.1).
     """
@@ -70,6 +71,7 @@ class HeadConfig(BaseModel):
     depth: int = Field(4, ge=1, le=16)
     taps: list[int] = Field(default_factory=list)
     draft_vocab: int | None = Field(8192, ge=1)
+    draft_coverage: float | None = Field(None, gt=0, le=1)
     loss: Annotated[str | dict[str, float], BeforeValidator(check_loss)] = "kl"
     decay: float = Field(0.8, gt=0, le=1)
 

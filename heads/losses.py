@@ -33,8 +33,8 @@ class _Rows:
     target: TargetLaws
 
     def chunks(self, elements: int) -> tuple[Tensor, ...]:
-        """Rows [m] that are computed together, with at most that many logits.  Those of unlike depth that share a teacher stand
-        together, so that its law is computed once."""
+        """Rows [m] that are computed together, their logits at most `elements`.  Those of unlike
+        depth that share a teacher stand together, so that its law is computed once."""
         width = self.target.project(self.target.hidden[:1]).shape[-1]
         return self.teacher_M.argsort(stable=True).split(max(1, elements // width))
 
