@@ -84,12 +84,12 @@ def _visit(
         own = [t.detach().requires_grad_(wanted) for t in (inputs[0][rows_M], *inputs[1:])]
         with torch.set_grad_enabled(wanted):
             part_SM = rows.statistics(acceptance, rows_M, *own)
+            total = None if grad_SM is None else (part_SM * grad_SM[:, rows_M]).sum()
         parts.append(part_SM.detach())
-        if grad_SM is not None:
-            found = torch.autograd.grad(part_SM, own, grad_SM[:, rows_M])
-            grads[0][rows_M] = found[0]
-            for total, grad in zip(grads[1:], found[1:], strict=True):
-                total += grad
+        if total is not None:
+            grads[0][rows_M], *others = torch.autograd.grad(total, own)
+            for grad, other in zip(grads[1:], others, strict=True):
+                grad += other
     return torch.cat(parts, 1)[:, torch.cat(chunks).argsort()], grads
 
 

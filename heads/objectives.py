@@ -64,7 +64,7 @@ class TargetLaws:
             return mass
         width = self.project_all(self.hidden[:1]).shape[-1]
         # Without gradients fewer tensors of this size exist at once.
-        for at in self.teachers_U.split(max(1, 4 * CHUNK // width)):
+        for at in self.teachers_U.split(max(1, 2 * CHUNK // width)):
             state = self.hidden[at]
             inside, whole = self.project(state), self.project_all(state)
             mass[at] = wide(inside).logsumexp(-1) - wide(whole).logsumexp(-1)
