@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor, nn
 
 from .draft import Draft, Plan
-from .losses import OBJECTIVES, distil, loss_rows
+from .losses import distil, loss_rows
+from .objectives import check_loss, objective
 from .protocols import Features, Noise, Sampling, State
 from .trees import grow
 
@@ -78,7 +79,8 @@ class HeadConfig(BaseModel):
             layer i-1, the number of layers the raw output of the last one; larger values shift
             down to fit.
         draft_vocab: D most frequent ids of the distillation data; None drafts over all ids.
-        loss: name of the objective in `losses.OBJECTIVES`.
+        draft_coverage: fewer ids than that where they make up this share of the data's tokens.
+        loss: an objective of `objectives.TERMS`, `accepted_length`, or a mix {name: weight}.
         decay: weight of depth k's loss is decay^k (Medusa, arXiv 2401.10774, section 2.2.1).
     """
 
@@ -87,7 +89,8 @@ class HeadConfig(BaseModel):
     depth: int = Field(4, ge=1, le=16)
     taps: list[int] = Field(default_factory=list)
     draft_vocab: int | None = Field(8192, ge=1)
-    loss: Literal["kl", "ce"] = "kl"
+    draft_coverage: float | None = Field(None, gt=0, le=1)
+    loss: Annotated[str | dict[str, float], BeforeValidator(check_loss)] = "kl"
     decay: float = Field(0.8, gt=0, le=1)
 
 
@@ -164,13 +167,14 @@ class Head(nn.Module):
             batch: `ids` [B, T], `loss_mask` [B, T] (True: the target generated this token) and,
                 where rows hold several documents, `document` [B, T].
         Returns:
-            loss [depth] (differentiable), top1 [depth] (argmax equals the text) and prefix [depth]
-            (the first k argmaxes all equal the text, the numerator of tau's term k).
+            loss [depth] (differentiable), top1 [depth] (argmax equals the text), prefix [depth]
+            (the first k argmaxes all equal the text, the numerator of greedy tau's term k) and, in
+            evaluation, accepted [depth] (the same of tau at temperature 1).
         """
         rows = loss_rows(batch, self.config.depth)
         states = self.unroll(batch, features, rows)
         sums = distil(
-            OBJECTIVES[self.config.loss],
+            objective(self.config.loss),
             states,
             rows,
             hidden=features["hidden"].flatten(0, 1),
@@ -178,6 +182,7 @@ class Head(nn.Module):
             project=self.spec.projector(self.draft_ids, False),
             weights=self.output_weights(),
             draft_ids=self.draft_ids,
+            project_all=self.spec.projector(None, False),
         )
         extra = self.extra_loss(states, rows, features)
         return sums if extra is None else sums | {"loss": sums["loss"] + extra}

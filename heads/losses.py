@@ -1,69 +1,137 @@
-"""Distillation objectives and the chunked sum that applies them without storing logits.
+"""Sums of an objective over loss rows, in chunks, so that no tensor of all rows' logits exists.
 
-Shape suffixes: M loss rows (all depths together), D draft vocabulary.
+Shape suffixes: B rows, T tokens, M loss rows, W hidden width, D draft vocabulary, S
+statistics of a row, K depths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(draft logits [M, D], target logits [M, D], label index [M] or -1 outside D) -> loss [M]."""
+from . import objectives
+from .objectives import Laws, Objective, Project, TargetLaws, wide
 
 
-def kl(student_MD: Tensor, teacher_MD: Tensor, label_M: Tensor) -> Tensor:
-    """KL(p || q) on the draft vocabulary, p renormalised there; both laws by softmax."""
-    log_p, log_q = teacher_MD.log_softmax(-1), student_MD.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+@dataclass(frozen=True)
+class _Rows:
+    """The loss rows of all depths end to end, and where their laws come from.
+
+    Attributes:
+        hit_M: filled as the rows are visited: is the draft's argmax the token of the text?
+    """
+
+    objective: Objective
+    depth_M: Tensor
+    teacher_M: Tensor
+    label_M: Tensor
+    hit_M: Tensor
+    target: TargetLaws
+
+    def chunks(self, elements: int) -> tuple[Tensor, ...]:
+        """Rows [m] that are computed together, their logits at most `elements`.  Those of unlike
+        depth that share a teacher stand together, so that its law is computed once."""
+        width = self.target.project(self.target.hidden[:1]).shape[-1]
+        return self.teacher_M.argsort(stable=True).split(max(1, elements // width))
+
+    def statistics(self, acceptance: bool, rows_M: Tensor, *inputs: Tensor) -> Tensor:
+        """Of each row of a chunk: its loss and, for `acceptance`, min(1, q(x)/p(x)) and alpha.
+
+        Args:
+            inputs: states [M, W] of these rows, and the own lm_head [D, W] of each depth if any.
+        Returns:
+            [S, M].
+        """
+        logits_MD, label_M = wide(self._logits(rows_M, *inputs)), self.label_M[rows_M]
+        self.hit_M[rows_M] = logits_MD.detach().argmax(-1) == label_M
+        laws = Laws(logits_MD, self.target, self.teacher_M[rows_M], label_M)
+        parts = [self.objective.rows(laws)]
+        if acceptance:
+            parts += [laws.log_ratio_M.exp(), laws.log_acceptance_M.exp()]
+        return torch.stack(parts)
+
+    def _logits(self, rows_M: Tensor, states_MW: Tensor, *weights: Tensor) -> Tensor:
+        if not weights:
+            return self.target.project(states_MW)
+        # Each depth through its own lm_head, and back into the order of the rows.
+        depth_M = self.depth_M[rows_M]
+        order_M = depth_M.argsort(stable=True)
+        parts = states_MW[order_M].split(depth_M.bincount(minlength=len(weights)).tolist())
+        logits = [functional.linear(s, w) for s, w in zip(parts, weights, strict=True)]
+        return torch.cat(logits)[order_M.argsort()]
 
 
-def ce(student_MD: Tensor, teacher_MD: Tensor, label_M: Tensor) -> Tensor:
-    """Cross-entropy on the token of the text; a token outside the draft vocabulary costs 0, since
-    no change of the head could propose it."""
-    loss_M = functional.cross_entropy(student_MD, label_M.clamp(min=0), reduction="none")
-    return torch.where(label_M >= 0, loss_M, 0.0)
+def _visit(
+    rows: _Rows, acceptance: bool, inputs: Sequence[Tensor], grad_SM: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """`statistics` of all rows, a chunk at a time.
+
+    Args:
+        inputs: states [M, W], and the own lm_head of each depth if any.
+        grad_SM: of some sum by each statistic; None where no gradients are wanted.
+    Returns:
+        [S, M], and the gradients of that sum by `inputs`, taken while a chunk's logits exist.
+    """
+    wanted, parts = grad_SM is not None, []
+    grads = [torch.zeros_like(t) for t in inputs] if wanted else []
+    # The acceptance keeps about twice as many tensors of a chunk alive.
+    chunks = rows.chunks(objectives.CHUNK // 2 if acceptance else objectives.CHUNK)
+    for rows_M in chunks:
+        own = [t.detach().requires_grad_(wanted) for t in (inputs[0][rows_M], *inputs[1:])]
+        with torch.set_grad_enabled(wanted):
+            part_SM = rows.statistics(acceptance, rows_M, *own)
+            total = None if grad_SM is None else (part_SM * grad_SM[:, rows_M]).sum()
+        parts.append(part_SM.detach())
+        if total is not None:
+            grads[0][rows_M], *others = torch.autograd.grad(total, own)
+            for grad, other in zip(grads[1:], others, strict=True):
+                grad += other
+    return torch.cat(parts, 1)[:, torch.cat(chunks).argsort()], grads
 
 
-OBJECTIVES: dict[str, Objective] = {"kl": kl, "ce": ce}
-
-CHUNK = 2**22
-"""Logits held at once, in elements: the memory of a loss does not grow with the batch."""
-
-
-class _ChunkedSums(torch.autograd.Function):
-    """Sums of an objective by depth.  The gradients of a chunk are taken while its logits exist,
-    so that no [M, D] tensor outlives its chunk."""
+class _LossSums(torch.autograd.Function):
+    """[K] sums of the rows' losses.  One pass gives value and gradient, since a depth's rows all
+    weigh the same, whatever is made of the sums."""
 
     @staticmethod
-    def forward(ctx, chunks, wanted, states_MD, depth_M, depths, *weights):  # type: ignore[no-untyped-def]
-        ctx.depth_M = depth_M
-        grads = [torch.zeros_like(t) for t in (states_MD, *weights)] if wanted else []
-        dtype = torch.promote_types(torch.float32, states_MD.dtype)
-        loss = torch.zeros(depths, device=states_MD.device, dtype=dtype)
-        for depth, index, loss_of in chunks():
-            inputs = [states_MD[index], *weights[depth : depth + 1]]
-            inputs = [t.detach().requires_grad_(wanted) for t in inputs]
-            with torch.set_grad_enabled(wanted):
-                total = loss_of(*inputs).sum()
-            loss[depth] += total.detach()
-            if wanted:
-                state, *weight = torch.autograd.grad(total, inputs)
-                grads[0][index] = state
-                for grad in weight:
-                    grads[1 + depth] += grad
+    def forward(ctx, rows, depths, *inputs):  # type: ignore[no-untyped-def]
+        ctx.depth_M = rows.depth_M
+        dtype = torch.promote_types(torch.float32, inputs[0].dtype)
+        ones = torch.ones(1, len(rows.depth_M), dtype=dtype, device=inputs[0].device)
+        statistics, grads = _visit(rows, False, inputs, ones)
         ctx.save_for_backward(*grads)
-        return loss
+        loss_K = ones.new_zeros(depths)
+        return loss_K.index_add_(0, rows.depth_M, statistics[0].to(dtype))
 
     @staticmethod
-    def backward(ctx, grad_loss):  # type: ignore[no-untyped-def]
-        states, *weights = ctx.saved_tensors
-        states = states * grad_loss[ctx.depth_M, None].to(states.dtype)
-        weights = [w * grad_loss[depth].to(w.dtype) for depth, w in enumerate(weights)]
-        return None, None, states, None, None, *weights
+    def backward(ctx, grad_K):  # type: ignore[no-untyped-def]
+        states_MW, *weights = ctx.saved_tensors
+        states_MW = states_MW * grad_K[ctx.depth_M, None].to(states_MW.dtype)
+        weights = [w * grad_K[depth].to(w.dtype) for depth, w in enumerate(weights)]
+        return None, None, states_MW, *weights
+
+
+class _Statistics(torch.autograd.Function):
+    """[S, M] statistics with acceptance.  What weighs a row of one depth is known only once the
+    row's other depths are, so the backward visits the rows again."""
+
+    @staticmethod
+    def forward(ctx, rows, *inputs):  # type: ignore[no-untyped-def]
+        ctx.rows, kind = rows, inputs[0].device.type
+        ctx.autocast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        )
+        ctx.save_for_backward(*inputs)
+        return _visit(rows, True, inputs)[0]
+
+    @staticmethod
+    def backward(ctx, grad_SM):  # type: ignore[no-untyped-def]
+        with ctx.autocast:
+            return None, *_visit(ctx.rows, True, ctx.saved_tensors, grad_SM)[1]
 
 
 def distil(
@@ -73,68 +141,87 @@ def distil(
     *,
     hidden: Tensor,
     ids: Tensor,
-    project: Callable[[Tensor], Tensor],
+    project: Project,
     weights: list[Tensor] | None,
     draft_ids: Tensor | None,
+    project_all: Project | None = None,
 ) -> dict[str, Tensor]:
-    """Sums of `objective` over loss rows, and how often the argmax equals the text.
+    """Sums of `objective` over loss rows, and how often drafts are right.
 
     Args:
-        states: for each depth k, draft states [M_k, width].
+        states: for each depth k, draft states [M_k, W].
         rows: for each depth k, flat positions t [M_k]; the teacher of row t is hidden[t + k] and
             its label ids[t + 1 + k].
         hidden: target states, flat over batch and time.
         ids: tokens, flat likewise.
         project: states to draft-vocabulary logits with the target's frozen lm_head.
-        weights: own lm_head of each depth [D, width]; None: `project` serves the head too.
+        weights: own lm_head of each depth [D, W]; None: `project` serves the head too.
         draft_ids: sorted ids of the draft vocabulary; None for all.
+        project_all: states to logits over all ids; beside `draft_ids`, without it no acceptance
+            is known.
     Returns:
-        loss, top1 and prefix, each [depth]: see `Head.forward`.
+        loss, top1 and prefix, each [K]: see `Head.forward`; without gradients, or where the
+        objective needs it, also accepted [K]: sum over rows of P(drafts 1..k are all accepted).
     """
     depth_M = torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)])
     teacher_M = torch.cat([r + k for k, r in enumerate(rows, start=1)])
     label_M = draft_index(ids[teacher_M + 1], draft_ids)
-    hit_M = torch.zeros(len(label_M), dtype=torch.bool, device=ids.device)
-    # Rows of unlike depth that share a teacher stand together: its logits are computed once.
-    order_M = teacher_M.argsort(stable=True)
-
-    def chunks():  # type: ignore[no-untyped-def]
-        width = project(hidden[:1]).shape[-1] if draft_ids is None else len(draft_ids)
-        for chunk in order_M.split(max(1, CHUNK // width)):
-            teachers, inverse = teacher_M[chunk].unique_consecutive(return_inverse=True)
-            with torch.no_grad():
-                teacher = _wide(project(hidden[teachers]))
-            for depth in depth_M[chunk].unique().tolist():
-                mine = depth_M[chunk] == depth
-                index, law = chunk[mine], teacher[inverse[mine]]
-
-                def loss_of(state: Tensor, weight: Tensor | None = None) -> Tensor:
-                    own = project(state) if weight is None else functional.linear(state, weight)
-                    own = _wide(own)
-                    hit_M[index] = own.detach().argmax(-1) == label_M[index]  # noqa: B023
-                    return objective(own, law, label_M[index])  # noqa: B023
-
-                yield depth, index, loss_of
-
-    # Asked here, since inside a Function gradients are always off.
-    wanted = torch.is_grad_enabled()
-    states_MD = torch.cat(states)
-    loss = _ChunkedSums.apply(chunks, wanted, states_MD, depth_M, len(states), *(weights or []))
-    return {"loss": loss, **_hits(hit_M, depth_M, rows, ids.numel())}
+    hit_M = torch.zeros_like(label_M, dtype=torch.bool)
+    whole = None if draft_ids is None else project_all or _no_project_all
+    target = TargetLaws(hidden, teacher_M.unique(), project, whole)
+    all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, target)
+    inputs, found = [torch.cat(states), *(weights or [])], {}
+    coupled, learning = objective.accepted > 0, torch.is_grad_enabled()
+    if learning and not coupled:
+        found["loss"] = _LossSums.apply(all_rows, len(rows), *inputs)
+    else:
+        acceptance = coupled or whole is not _no_project_all
+        if learning:
+            loss_M, *two = _Statistics.apply(all_rows, *inputs)
+        else:
+            loss_M, *two = _visit(all_rows, acceptance, inputs)[0]
+        if two:
+            accepted_M = _accepted(*two, rows, len(ids))
+            found["accepted"] = _by_depth(accepted_M.detach(), rows)
+            loss_M = loss_M + objective.accepted * (1 - accepted_M)
+        found["loss"] = _by_depth(loss_M, rows)
+    return found | _hits(hit_M, rows, len(ids))
 
 
-def _wide(logits: Tensor) -> Tensor:
-    """At least float32: a log-softmax in bf16 loses the tail that the loss is about."""
-    return logits.to(torch.promote_types(torch.float32, logits.dtype))
+def _no_project_all(hidden: Tensor) -> Tensor:
+    raise TypeError("an acceptance over a draft vocabulary needs distil's project_all")
 
 
-def _hits(hit_M: Tensor, depth_M: Tensor, rows: list[Tensor], positions: int) -> dict[str, Tensor]:
+def _by_depth(value_M: Tensor, rows: list[Tensor]) -> Tensor:
+    """[K] sums over the rows of each depth."""
+    return torch.stack([part.sum() for part in value_M.split([len(r) for r in rows])])
+
+
+def _accepted(ratio_M: Tensor, alpha_M: Tensor, rows: list[Tensor], positions: int) -> Tensor:
+    """[M] P(drafts 1..k are all accepted), estimated from the text x ~ p of each row:
+
+        prod_{i<k} min(1, q_i(x_i) / p_i(x_i)) * alpha_k.
+
+    Its mean over text of the target is exact, since E_{x~p}[min(1, q/p)] runs over the drafts
+    x ~ q that are accepted, each on its own prefix; the sum over k is the expected number of
+    accepted tokens.  (A product of mean alphas is not: depths depend on each other.)  A token
+    outside the draft vocabulary has ratio 0.
+    """
+    reached = ratio_M.new_ones(positions)
+    sizes, parts = [len(r) for r in rows], []
+    for r, ratio, alpha in zip(rows, ratio_M.split(sizes), alpha_M.split(sizes), strict=True):
+        parts.append(reached[r] * alpha)
+        reached = reached * torch.zeros_like(reached).index_put((r,), ratio)
+    return torch.cat(parts)
+
+
+def _hits(hit_M: Tensor, rows: list[Tensor], positions: int) -> dict[str, Tensor]:
     """top1 and prefix sums by depth from the hits of all rows."""
     alive = torch.ones(positions, dtype=torch.bool, device=hit_M.device)
     top1, prefix = [], []
-    for k, rows_M in enumerate(rows):
+    for r, hit in zip(rows, hit_M.split([len(r) for r in rows]), strict=True):
         hits = torch.zeros_like(alive)
-        hits[rows_M] = hit_M[depth_M == k]
+        hits[r] = hit
         alive &= hits
         top1.append(hits.sum())
         prefix.append(alive.sum())

@@ -6,6 +6,7 @@ what the model writes.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,22 @@ def most_frequent(counts_V: Tensor, size: int) -> Tensor:
     """
     order = counts_V.argsort(descending=True, stable=True)
     return order[: min(size, len(counts_V))].sort().values
+
+
+def draft_size(counts_V: Tensor, most: int | None, share: float | None) -> int:
+    """D: the fewest ids that make up `share` of the data, and no more than `most`.
+
+    Args:
+        counts_V: how often the distillation data has each target id.
+        most: None for no bound.
+        share: from 0 to 1; None for `most` ids whatever they cover.
+    """
+    size = len(counts_V) if most is None else min(most, len(counts_V))
+    if share is None:
+        return size
+    covered_V = counts_V.sort(descending=True).values.cumsum(0).double()
+    wanted = share * covered_V[-1:]
+    return min(size, int(torch.searchsorted(covered_V, wanted)) + 1)
 
 
 def coverage(counts_V: Tensor, draft_ids: Tensor) -> float:

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 
 from ..heads import HEADS, Head, InputError
 from ..heads.checkpoint import DESCRIPTION, check_target, read_description
-from ..heads.vocab import coverage, most_frequent
+from ..heads.vocab import coverage, draft_size, most_frequent
 from ..inference.target import TargetModel
 from .checkpoint import Checkpoint
 from .config import OptimConfig, TrainConfig
@@ -78,9 +78,10 @@ def describe(documents: Documents) -> str:
 
 def build_head(config: TrainConfig, target: TargetModel, documents: list[Document]) -> Head:
     """A new head, its parameters drawn from the run's seed."""
-    spec, size, draft_ids = target.spec, config.head.draft_vocab, None
-    if size is not None and size < spec.vocab_size:
-        counts_V = token_counts(documents, spec.vocab_size)
+    spec, draft_ids = target.spec, None
+    counts_V = token_counts(documents, spec.vocab_size)
+    size = draft_size(counts_V, config.head.draft_vocab, config.head.draft_coverage)
+    if size < spec.vocab_size:
         draft_ids = most_frequent(counts_V, size)
         share = coverage(counts_V, draft_ids)
         say(f"draft vocabulary: {size} of {spec.vocab_size} ids, {share:.1%} of the answers")

@@ -1,17 +1,24 @@
 """The chunked sums equal the same sums computed at once, values and gradients, in float64."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from selfdraft.heads import losses
+from selfdraft.heads import losses, objectives
 
 V, D, POSITIONS = 11, 6, 40
+MIXES = {
+    "kl+tv": {"kl": 0.5, "tv": 2},
+    "lk+accepted": {"lk": 0.25, "accepted_length": 3.0},
+}
+NAMES = [*objectives.TERMS, objectives.ACCEPTED, *MIXES]
 
 
 def scene(depths: int, own: bool, draft_vocab: bool) -> SimpleNamespace:
-    """Random states, teacher and labels; rows of unlike number a depth, the last depth without."""
+    """Random states, teacher and labels; each depth has fewer rows, the last has none."""
     torch.manual_seed(depths)
     s = SimpleNamespace()
     s.ids = torch.randint(0, V, (POSITIONS,))
@@ -19,11 +26,12 @@ def scene(depths: int, own: bool, draft_vocab: bool) -> SimpleNamespace:
     s.lm_head = torch.randn(V, D, dtype=torch.float64)
     s.draft_ids = torch.tensor([0, 2, 3, 7, 10]) if draft_vocab else None
     kept = s.lm_head if s.draft_ids is None else s.lm_head[s.draft_ids]
-    s.project = lambda h: torch.tanh(h @ kept.T)  # not linear: soft-capping comes with it
-    s.rows = [
-        torch.randperm(POSITIONS - depths - 1)[: 20 - 5 * k].sort().values
-        for k in range(depths - 1)
-    ] + [torch.zeros(0, dtype=torch.long)]
+    # Not linear: soft-capping comes with it.
+    s.project = lambda h: 3 * torch.tanh(h @ kept.T)
+    s.project_all = lambda h: 3 * torch.tanh(h @ s.lm_head.T)
+    order = torch.randperm(POSITIONS - depths - 1)
+    s.rows = [order[: 20 - 5 * k].sort().values for k in range(depths - 1)]
+    s.rows.append(torch.zeros(0, dtype=torch.long))
     s.states = [torch.randn(len(r), D, dtype=torch.float64, requires_grad=True) for r in s.rows]
     s.weights = None
     if own:
@@ -34,24 +42,59 @@ def scene(depths: int, own: bool, draft_vocab: bool) -> SimpleNamespace:
     return s
 
 
-def direct(name: str, s: SimpleNamespace) -> list[torch.Tensor]:
-    """Loss sums from their definitions, row by row."""
+def laws(s: SimpleNamespace, k: int, t: int) -> tuple[Tensor, Tensor, int]:
+    """p and q over the draft vocabulary, p not renormalised there, and the label or -1."""
     allowed = list(range(V)) if s.draft_ids is None else s.draft_ids.tolist()
-    sums = []
-    for k, (rows, states) in enumerate(zip(s.rows, s.states, strict=True), start=1):
-        total = states.sum() * 0
-        for t, state in zip(rows.tolist(), states, strict=True):
-            student = s.project(state) if s.weights is None else s.weights[k - 1] @ state
-            log_q = student - student.exp().sum().log()
-            teacher = s.project(s.hidden[t + k])
-            p = teacher.exp() / teacher.exp().sum()
-            label = int(s.ids[t + 1 + k])
-            if name == "kl":
-                total = total + (p * (p.log() - log_q)).sum()
-            elif label in allowed:
-                total = total - log_q[allowed.index(label)]
-        sums.append(total)
-    return sums
+    state = s.states[k - 1][s.rows[k - 1].tolist().index(t)]
+    student = s.project(state) if s.weights is None else s.weights[k - 1] @ state
+    q = student.exp() / student.exp().sum()
+    teacher = s.project_all(s.hidden[t + k])
+    p = (teacher.exp() / teacher.exp().sum())[allowed]
+    label = int(s.ids[t + 1 + k])
+    return p, q, allowed.index(label) if label in allowed else -1
+
+
+def accepted(s: SimpleNamespace, k: int, t: int) -> Tensor:
+    """P(drafts 1..k of row t are accepted), as its text estimates it."""
+    p, q, _ = laws(s, k, t)
+    result = torch.minimum(p, q).sum()
+    for i in range(1, k):
+        p, q, label = laws(s, i, t)
+        result = result * (torch.clamp(q[label] / p[label], max=1.0) if label >= 0 else 0.0)
+    return result
+
+
+def row_loss(name: str, s: SimpleNamespace, k: int, t: int) -> Tensor:
+    """One row's loss from its definition."""
+    if name in MIXES:
+        return sum(weight * row_loss(part, s, k, t) for part, weight in MIXES[name].items())
+    p, q, label = laws(s, k, t)
+    inside, alpha = p / p.sum(), torch.minimum(p, q).sum()
+    kl, tv = (inside * (inside / q).log()).sum(), 1 - alpha
+    share = float((-3 * alpha.detach()).exp())
+    match name:
+        case "ce":
+            return -q[label].log() if label >= 0 else 0 * q.sum()
+        case "kl":
+            return kl
+        case "reverse_kl":
+            return (q * (q / inside).log()).sum()
+        case "tv":
+            return tv
+        case "lk":
+            return -alpha.log()
+        case "lk_hybrid":
+            return share * kl + (1 - share) * tv
+    return 1 - accepted(s, k, t)
+
+
+def direct(name: str, s: SimpleNamespace) -> Tensor:
+    """Loss sums, row by row."""
+    sums = [states.sum() * 0 for states in s.states]
+    for k, rows in enumerate(s.rows, start=1):
+        for t in rows.tolist():
+            sums[k - 1] = sums[k - 1] + row_loss(name, s, k, t)
+    return torch.stack(sums)
 
 
 def hits(s: SimpleNamespace) -> tuple[list[int], list[int]]:
@@ -69,23 +112,23 @@ def hits(s: SimpleNamespace) -> tuple[list[int], list[int]]:
     return top1, prefix
 
 
-def distil(name: str, s: SimpleNamespace) -> dict[str, torch.Tensor]:
+def distil(name: str, s: SimpleNamespace) -> dict[str, Tensor]:
     return losses.distil(
-        losses.OBJECTIVES[name], s.states, s.rows, hidden=s.hidden, ids=s.ids,
-        project=s.project, weights=s.weights, draft_ids=s.draft_ids,
+        objectives.objective(MIXES.get(name, name)), s.states, s.rows, hidden=s.hidden, ids=s.ids,
+        project=s.project, weights=s.weights, draft_ids=s.draft_ids, project_all=s.project_all,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("chunk", [1, 70, 2**22])
+@pytest.mark.parametrize("chunk", [30, 2**22])
 @pytest.mark.parametrize("draft_vocab", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", ["kl", "ce"])
+@pytest.mark.parametrize("name", NAMES)
 def test_sums_and_gradients(name, own, draft_vocab, chunk, monkeypatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK", chunk)
+    monkeypatch.setattr(objectives, "CHUNK", chunk)
     s = scene(4, own, draft_vocab)
     inputs = s.states + (s.weights or [])
     scale = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)  # each depth its own weight
-    expected = torch.stack(direct(name, s))
+    expected = direct(name, s)
     wanted = torch.autograd.grad(expected @ scale, inputs, allow_unused=True)
     got = distil(name, s)
     torch.testing.assert_close(got["loss"], expected, rtol=1e-12, atol=1e-12)
@@ -96,6 +139,93 @@ def test_sums_and_gradients(name, own, draft_vocab, chunk, monkeypatch) -> None:
     top1, prefix = hits(s)
     assert got["top1"].tolist() == top1
     assert got["prefix"].tolist() == prefix
+
+
+@pytest.mark.parametrize("draft_vocab", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_evaluation_gives_the_same_loss_and_the_acceptance(name, draft_vocab) -> None:
+    s = scene(4, False, draft_vocab)
+    got = distil(name, s)
+    torch.testing.assert_close(got["loss"], direct(name, s), rtol=1e-12, atol=1e-12)
+    sums = [
+        sum((float(accepted(s, k, t)) for t in r.tolist()), 0.0) for k, r in enumerate(s.rows, 1)
+    ]
+    torch.testing.assert_close(got["accepted"].tolist(), sums, rtol=1e-12, atol=1e-12)
+    assert [got["top1"].tolist(), got["prefix"].tolist()] == list(hits(s))
+
+
+def test_acceptance_is_reported_where_it_costs_nothing() -> None:
+    s = scene(3, False, True)
+    assert "accepted" not in distil("kl", s)
+    assert "accepted" in distil("accepted_length", s)
+    s.project_all = None
+    with torch.no_grad():
+        assert "accepted" not in distil("kl", s)
+    with pytest.raises(TypeError, match="project_all"):
+        distil("tv", s)
+
+
+def test_a_head_that_is_the_target_is_always_accepted() -> None:
+    """Teacher and draft law are one: every acceptance is certain, every distance 0."""
+    s = scene(3, False, False)
+    s.states = [s.hidden[r + k] for k, r in enumerate(s.rows, start=1)]
+    with torch.no_grad():
+        for name in set(NAMES) - {"ce"}:
+            got = distil(name, s)
+            torch.testing.assert_close(got["loss"], torch.zeros(3).double(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(got["accepted"].tolist(), [float(len(r)) for r in s.rows])
+
+
+@pytest.mark.parametrize("kept", [None, [0, 2]])
+@torch.no_grad()
+def test_the_accepted_length_is_unbiased(kept: list[int] | None) -> None:
+    """The estimator's mean over the target's text is the exact chance that drafts drawn from q are
+    accepted, enumerated over all drafts; a product of the mean acceptances is another number."""
+    tokens, depths = 3, 3
+    inside = range(tokens) if kept is None else kept
+    dice = torch.Generator().manual_seed(4)
+    pick = slice(None) if kept is None else kept
+    logits = {
+        prefix: 2 * torch.randn(2, tokens, dtype=torch.float64, generator=dice)
+        for k in range(depths)
+        for prefix in itertools.product(range(tokens), repeat=k)
+    }
+    p = {prefix: pair[0].softmax(-1).tolist() for prefix, pair in logits.items()}
+    q = {
+        prefix: dict(zip(inside, pair[1][pick].softmax(-1).tolist(), strict=True))
+        for prefix, pair in logits.items()
+    }
+    estimate, marginal = torch.zeros(depths).double(), []
+    exact = [0.0] * depths
+    for text in itertools.product(range(tokens), repeat=depths):
+        chance, running = 1.0, 1.0
+        for k, token in enumerate(text):
+            chance *= p[text[:k]][token]
+            law = q[text[:k]]
+            running *= law.get(token, 0) * min(1, p[text[:k]][token] / law.get(token, 1))
+            # Each draft (x_1, .., x_k) once: the tokens behind it are fixed.
+            exact[k] += running if not any(text[k + 1 :]) else 0.0
+        # The state of depth k is the prefix's draft logits, the teacher its target logits.
+        prefixes = [text[:k] for k in range(depths)]
+        hidden = torch.stack([torch.zeros(tokens)] + [logits[x][0] for x in prefixes])
+        got = losses.distil(
+            objectives.objective("kl"),
+            [logits[x][1][None, :] for x in prefixes],
+            [torch.tensor([0])] * depths,
+            hidden=hidden,
+            ids=torch.tensor([0, 0, *text]),
+            project=lambda h: h[..., pick],
+            weights=None,
+            draft_ids=None if kept is None else torch.tensor(kept),
+            project_all=lambda h: h,
+        )
+        estimate += chance * got["accepted"]
+        overlaps = [sum(min(p[x][v], q[x][v]) for v in inside) for x in prefixes]
+        marginal.append(chance * torch.tensor(overlaps).double())
+    torch.testing.assert_close(estimate.tolist(), exact, rtol=1e-12, atol=1e-12)
+    product = torch.stack(marginal).sum(0).prod()
+    assert abs(float(product) - exact[-1]) > 0.02 * exact[-1]
 
 
 def test_hits_are_counted_where_there_are_any() -> None:
@@ -114,7 +244,7 @@ def test_hits_are_counted_where_there_are_any() -> None:
 
 def test_no_logits_outlive_their_chunk(monkeypatch) -> None:
     """The widest tensor that the projection ever makes is a chunk's."""
-    monkeypatch.setattr(losses, "CHUNK", 3 * V)
+    monkeypatch.setattr(objectives, "CHUNK", 3 * V)
     s, seen = scene(3, False, False), []
     inner = s.project
     s.project = lambda h: (seen.append(len(h)), inner(h))[1]
