@@ -181,7 +181,8 @@ def distil(
         else:
             loss_M, *two = _visit(all_rows, acceptance, inputs)[0]
         if two:
-            accepted_M = _accepted(*two, rows, len(ids))
+            ratio_M, alpha_M = two
+            accepted_M = _accepted(ratio_M, alpha_M, rows, len(ids))
             found["accepted"] = _by_depth(accepted_M.detach(), rows)
             loss_M = loss_M + objective.accepted * (1 - accepted_M)
         found["loss"] = _by_depth(loss_M, rows)
