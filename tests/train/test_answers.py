@@ -11,7 +11,7 @@ from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.answers import answer_all, open_answers, plan_requests, read_prompts
 from selfdraft.train.config import TrainConfig
-from selfdraft.train.data import load_documents
+from selfdraft.train.data import TOO_LONG, load_documents
 
 
 class Answering:
@@ -50,9 +50,9 @@ def prepare(config: TrainConfig, target: TargetModel, generate: Answering) -> li
     prompts, skipped = read_prompts(config)
     assert sum(skipped.values()) == 1
     requests, too_long = plan_requests(config, target, prompts)
-    assert too_long == 1
+    assert too_long == {TOO_LONG: 1}
     done = open_answers(config, target, prompts)
-    answer_all(config, target, [r for r in requests if r.seed not in done], generate)
+    answer_all(config, target, requests, done, generate)
     return [json.loads(line) for line in config.answers_file.read_text().splitlines()]
 
 
@@ -104,5 +104,5 @@ def test_answers_of_other_settings_are_not_mixed(chatml, llama3, tmp_path):
 def test_prompts_that_do_not_fit(chatml, tmp_path):
     config = prompts_config(tmp_path, max_length=3)
     prompts, _ = read_prompts(config)
-    with pytest.raises(InputError, match=r"longer than 1 tokens.*max_length 3"):
+    with pytest.raises(InputError, match=r"max_length 3.* leave 1 tokens"):
         plan_requests(config, chatml, prompts)
