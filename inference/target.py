@@ -198,13 +198,13 @@ class TargetModel:
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             return self.text_ids("\n".join(str(m["content"]) for m in messages))
         encoded = self.tokenizer.apply_chat_template(
-            messages,
+            [messages],  # as a batch of one, since no messages at all are refused outside of one
             tools=tools or None,
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
             return_dict=True,
         )
-        return list(encoded["input_ids"])
+        return list(encoded["input_ids"][0])
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of a text as it is.

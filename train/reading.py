@@ -140,17 +140,21 @@ def _elements(
         if not depth:
             _check_rest(buffer[place:] + file.read(BLOCK), path, base + place)
             return
+    rest, closed = buffer[begin:].lstrip(SPACE), _WHOLE.fullmatch(buffer, place)
+    if rest and closed and depth == 1:  # cut behind the brace of a row
+        whole, rest = whole + 1, b""
+        yield buffer[begin:]
     if not keep_whole:
-        closed = _WHOLE.fullmatch(buffer, place)
-        inside = "before its array does" if closed else "in the middle of a string"
-        begins = base + len(buffer) - len(buffer[begin:].lstrip(SPACE))
+        met = "before its array does" if closed else "in the middle of a string"
+        if rest:
+            met += f"; row {whole + 1}, which begins at byte {base + len(buffer) - len(rest)}, is "
+            met += "not whole"
         raise InputError(
-            f"{path} is cut off: it ends at byte {base + len(buffer)}, {inside}; row {whole + 1}, "
-            f"which begins at byte {begins}, is not whole",
-            f"Get the file anew, or set data.on_truncated=keep_whole to use the {whole} whole rows "
-            "before it.",
+            f"{path} is cut off: it ends at byte {base + len(buffer)}, {met}",
+            f"Get it anew, or set data.on_truncated=keep_whole to use its {whole} whole rows.",
         )
-    skipped[CUT_OFF] += 1
+    if rest:
+        skipped[CUT_OFF] += 1
 
 
 def _check_rest(rest: bytes, path: Path, where: int) -> None:
