@@ -1,4 +1,4 @@
-"""The target's features, on disk or computed for each batch.
+"""The target's features on disk.
 
 The states of all documents are computed once, in chunks whose composition depends on the documents
 alone: taken from what was recorded while the target answered, computed where nothing was.  A chunk
@@ -29,53 +29,16 @@ from ..inference.embeddings import REFILL, TargetEnds
 from ..inference.target import TargetModel
 from .config import TrainConfig
 from .data import Documents
-from .packing import Document, collate, collate_features, places
+from .features import FeatureSource, OnlineFeatures, compute
+from .packing import Document
 from .recording import RecordedStates
-from .rounding import bytes_a_state, decode, encode
+from .rounding import bytes_a_state
 from .sections import FeaturesConfig
 from .tracking import is_main, say
 
 INDEX, FORMAT = "index.json", 1
 CHUNK_ROWS, CHUNK_TOKENS = 64, 8192
 """Bounds of a chunk: documents, and tokens once padded, so that a forward fits in memory."""
-
-
-class FeatureSource:
-    """Where training gets batches from, and the target's features in them."""
-
-    def __init__(self, target: TargetModel, pack: int | None = None) -> None:
-        """Args:
-        pack: documents share rows of at most so many tokens.
-        """
-        self.target, self.pack = target, pack
-
-    def collate(self, documents: list[Document]) -> dict[str, Tensor]:
-        """The batch of `documents`: see `packing.collate`."""
-        return collate(documents, pack=self.pack)
-
-    def get(self, documents: list[Document]) -> Features:
-        """Features of that batch, zero where it has no token, on the target's device and in its
-        dtype, rounded to the cache's dtype on the way."""
-        spec = self.target.spec
-        rows = [decode(row, spec.dtype) for row in self._stored(documents)]
-        laid = collate_features(rows, places(documents, self.pack))
-        return {name: value.to(spec.device) for name, value in laid.items()}
-
-    def _stored(self, documents: list[Document]) -> list[Features]:
-        raise TypeError(f"{type(self).__name__} does not say where its features are")
-
-
-class OnlineFeatures(FeatureSource):
-    """Features computed anew for each batch, through the same rounding as cached ones."""
-
-    def __init__(
-        self, target: TargetModel, taps: list[int], dtype: str, pack: int | None = None
-    ) -> None:
-        super().__init__(target, pack)
-        self.taps, self.dtype = taps, dtype
-
-    def _stored(self, documents: list[Document]) -> list[Features]:
-        return compute(self.target, documents, self.taps, self.dtype)
 
 
 class FeatureCache(FeatureSource):
@@ -283,21 +246,6 @@ def make_chunks(documents: list[Document]) -> list[list[Document]]:
             chunks.append([])
         chunks[-1].append(document)
     return chunks
-
-
-def compute(
-    target: TargetModel, documents: list[Document], taps: list[int], dtype: str
-) -> list[Features]:
-    """Features of each document as they are stored, from one forward: hidden [T, D], taps
-    [T, K, D]."""
-    batch = collate(documents)
-    device = target.spec.device
-    found = target.features(batch["ids"].to(device), batch["length"].to(device), taps)
-    lengths = batch["length"].tolist()
-    return [
-        encode({name: tensor[row, :length] for name, tensor in found.items()}, dtype)
-        for row, length in enumerate(lengths)
-    ]
 
 
 def fingerprint(

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..heads import Head
-from .distill import FeatureSource
+from .features import FeatureSource
 from .packing import Document
 
 METRICS = ("loss", "top1", "prefix")

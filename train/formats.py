@@ -154,7 +154,7 @@ def _message(turn: Any) -> Message:
     content = turn.get("content", turn.get("value"))
     if role == "call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(content)}
-    message = {"role": role, "content": ""}
+    message: Message = {"role": role, "content": ""}
     if turn.get("tool_calls"):
         message["tool_calls"] = _calls(turn["tool_calls"])
     message |= {k: turn[k] for k in ("name", "tool_call_id") if isinstance(turn.get(k), str)}

@@ -20,8 +20,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..heads import Head, InputError
-from .distill import FeatureSource
 from .evaluate import Tally, to_device
+from .features import FeatureSource
 from .packing import Document, row_order
 
 PATIENCE = 10  # steps in a row that may be skipped

@@ -9,7 +9,8 @@ from training import documents, make_target
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
 from selfdraft.train import distill
-from selfdraft.train.distill import FeatureCache, OnlineFeatures
+from selfdraft.train.distill import FeatureCache
+from selfdraft.train.features import OnlineFeatures
 from selfdraft.train.sections import FeaturesConfig
 
 LENGTHS = [9, 24, 12, 17, 30, 9]

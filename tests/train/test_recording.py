@@ -3,7 +3,8 @@ import torch
 from training import make_config, make_target
 
 from selfdraft.inference.speculator import Speculator
-from selfdraft.train.distill import FeatureCache, compute
+from selfdraft.train.distill import FeatureCache
+from selfdraft.train.features import compute
 from selfdraft.train.packing import Document
 from selfdraft.train.recording import RecordedStates, Recorder
 
