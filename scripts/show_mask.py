@@ -67,9 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parses the command line; bad input is two lines on stderr and exit code 2."""
     parser = argparse.ArgumentParser(description="Show which tokens of the data are trained on.")
     parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as data.file=a.json"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as seed=1")
     parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows shown (default 3)")
     arguments = parser.parse_intermixed_args(argv)
     return exit_code(

@@ -170,7 +170,7 @@ def test_an_incomplete_or_foreign_cache_is_refused_and_kept(tmp_path):
     folder = tmp_path / "features"
     chunk, *_ = sorted(folder.glob("chunk-*"))
     with pytest.raises(InputError, match="was made with other documents"):
-        train(cache_only(tmp_path, data={"max_length": 64}))
+        train(cache_only(tmp_path, data={"max_length": 40}))
     with pytest.raises(InputError, match="was made with other taps"):
         train(cache_only(tmp_path, head={"kind": "hydra", "depth": 3, "taps": [1]}))
     with pytest.raises(InputError, match=r"ends of a target with seed 0, the config has 1"):
