@@ -2,9 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -137,30 +137,38 @@ def tiny_config(folder: Path, **data) -> TrainConfig:
     return make_config(folder, [], **data).model_copy(update={"target": TargetConfig(**target)})
 
 
-def started(config: TrainConfig) -> subprocess.Popen:
-    path = config.answers_file.parent / "run.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    command = [sys.executable, "-m", "selfdraft.scripts.prepare_data", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+VICTIM = """
+import os, signal, sys
+from selfdraft.scripts import prepare_data
+from selfdraft.train import answers
+
+left, row = int(sys.argv[2]), answers._row
+
+def dying(*arguments):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return row(*arguments)
+
+answers._row = dying
+prepare_data.main(sys.argv[1:2])
+"""
 
 
 def test_a_killed_process_leaves_nothing_out_and_nothing_twice(tmp_path):
-    """SIGKILL at two moments, and a torn line: the file is the unbroken run's to the byte."""
+    """SIGKILL inside the third batch, and a torn line inside the second: the file is the unbroken
+    run's to the byte."""
     config = tiny_config(tmp_path / "killed", file=str(tmp_path / "killed" / "a.jsonl"))
-    file = config.answers_file
-    for wanted in (1, 9):
-        process = started(config)
-        while not (file.exists() and file.read_bytes().count(b"\n") >= wanted):
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.002)
-        process.kill()
-        process.wait()
-        lines = file.read_bytes().splitlines(keepends=True)
-        assert wanted <= len(lines) < 40
-        file.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # torn inside a batch
+    file, run = config.answers_file, tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", VICTIM, str(run), "10"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 8
+    file.write_bytes(b"".join(lines[:6]) + lines[6][:20])
     assert prepare_data.prepare(config) == 0
     whole = tiny_config(tmp_path / "whole", file=str(tmp_path / "whole" / "a.jsonl"))
     assert prepare_data.prepare(whole) == 0
