@@ -32,15 +32,15 @@ def prepare(config: TrainConfig) -> int:
             path = config.local_file(name)
             print(f"{path}: {fetch(name, path, data.limit)} rows fetched from {name}")
     given = data.prompts is None and data.file is not None
-    prompts, skipped = ([], Counter()) if given else read_prompts(config)
+    asked = None if given else read_prompts(config)
     if given:
         check_data(config)
         print(f"{config.answers_file} is trained on as it is, since data.prompts is not set")
         if not data.features.cache_only:
             return 0
     target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
-    if not given:
-        answer(config, target, prompts, skipped)
+    if asked is not None:
+        answer(config, target, *asked)
     if data.features.cache_only:
         fill_cache(config, target)
     return 0

@@ -1,6 +1,8 @@
 """The cache knows what it was made from; and training that reads nothing else of the target."""
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from chats import CHAT, CHATML, bpe, make_target
 from chats import make_config as chat_config
 from fixtures import TARGETS, tiny
+from rich.console import Console
 from safetensors.torch import load_file
 from training import documents, make_config, train
 
@@ -15,6 +18,7 @@ from selfdraft.heads.errors import InputError
 from selfdraft.heads.protocols import Features
 from selfdraft.inference.embeddings import TargetEnds, save_ends
 from selfdraft.scripts.prepare_data import prepare
+from selfdraft.scripts.show_mask import show
 from selfdraft.train import setup
 from selfdraft.train.data import load_documents
 from selfdraft.train.distill import open_features
@@ -210,3 +214,15 @@ def test_online_features_are_rounded_alike(tmp_path):
             torch.testing.assert_close(
                 online.get(rows)[name], value, atol=tolerance, rtol=tolerance
             )
+
+
+def test_the_trained_tokens_are_coloured(tmp_path):
+    config = make_config(tmp_path)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    assert show(config, 1, console) == 0
+    rows = load_documents(config, tiny())
+    first = min(rows.train + rows.eval, key=lambda document: document.row)
+    ids = [i for i, on in zip(first.ids, first.loss_mask, strict=True) if on]
+    coloured = re.findall(r"\x1b\[30;(?:42|102)m([^\x1b]*)", console.file.getvalue())
+    assert "".join(coloured) == tiny().tokenizer.decode(ids)
+    assert "16 rows to train on, 4 held out" in console.file.getvalue()
