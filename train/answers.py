@@ -125,7 +125,8 @@ def open_answers(config: TrainConfig, target: TargetModel, prompts: list[Convers
     if path.exists() and path.stat().st_size:
         check_settings(path, read_meta(path, target), settings)
         if whole_lines(path):
-            done = {row["seed"] for _, row in read_rows(path, Counter()) if "seed" in row}
+            seeds = (row.get("seed") for _, row in read_rows(path, Counter()))
+            done = {seed for seed in seeds if type(seed) is int}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_meta(path, target, settings)
     return done
