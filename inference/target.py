@@ -190,20 +190,27 @@ class TargetModel:
         }
 
     def chat_ids(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self, messages: list[dict], add_generation_prompt: bool = True, tools: list | None = None
     ) -> list[int]:
         """Ids of a conversation through the chat template, BOS as the template has it.
 
         Without a template, the contents joined by newlines are tokenized as they are.
         """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            return self.text_ids("\n".join(str(m["content"]) for m in messages))
+        encoded = self.tokenizer.apply_chat_template(
+            [messages],  # a batch of one: an empty conversation is refused outside of one
+            tools or None,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=True,
+        )
+        return list(encoded["input_ids"][0])
+
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of a text as it is."""
         if self.tokenizer is None:
             raise InputError("this target has no tokenizer", "Give prompts as lists of ids.")
-        if self.tokenizer.chat_template is None:
-            return self.tokenizer("\n".join(str(m["content"]) for m in messages))["input_ids"]
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
-        )
-        return list(encoded["input_ids"])
+        return list(self.tokenizer(text)["input_ids"])
 
     # -- logits ----------------------------------------------------------------------------------
 

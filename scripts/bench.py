@@ -28,9 +28,9 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench_report import Method, conditions, differences, row, show
-from selfdraft.train.chat import RowError, prompt_messages
 from selfdraft.train.config import resolve_path
-from selfdraft.train.data import read_rows
+from selfdraft.train.formats import prompt_messages
+from selfdraft.train.reading import RowError, read_rows
 
 KNOWN = "plain,hf,hf_lookup,ngram,heads,heads+ngram"
 LOOKUP_TOKENS = 10  # transformers' usual number of tokens copied from the prompt

@@ -1,6 +1,6 @@
 """The console command `selfdraft`: one name for train.py and the scripts.
 
-selfdraft prepare-data|train|generate|bench ARGS
+selfdraft prepare-data|show-mask|train|generate|bench ARGS
 accelerate launch -m selfdraft.scripts.cli train ARGS       # in several processes
 """
 
@@ -16,6 +16,7 @@ from selfdraft.heads.errors import InputError, exit_code, nearest
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "prepare-data": "let the target answer a config's prompts",
+    "show-mask": "show which tokens of a config's data are trained on",
     "train": "train heads by a config",
     "generate": "answer a prompt with trained heads",
     "bench": "time trained heads against other ways to generate",

@@ -1,56 +1,74 @@
 """Lets the target of a config answer its prompts; the answers are what heads are trained on.
 
 python scripts/prepare_data.py CONFIG [key=value ...]      A second run goes on where one was ended.
+
+Hub datasets that the config names are fetched first.  With data.features.cache_only=true the
+feature cache is filled too, so that training needs no more of the target than its two ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 
 from selfdraft.heads.errors import exit_code
-from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.embeddings import save_ends
 from selfdraft.inference.target import TargetModel
-from selfdraft.train.answers import answer_all, open_answers, plan_requests, read_prompts
-from selfdraft.train.config import Answer, TrainConfig, load_config
-from selfdraft.train.recording import Recorder
+from selfdraft.train.answers import Answerer, answer_all, open_answers, plan_requests, read_prompts
+from selfdraft.train.config import TrainConfig, load_config
+from selfdraft.train.data import check_data, load_documents
+from selfdraft.train.distill import open_features
+from selfdraft.train.formats import Conversation
+from selfdraft.train.hub import fetch, is_hub
+from selfdraft.train.recording import RecordedStates
 
 
 def prepare(config: TrainConfig) -> int:
-    """Answers what is not yet answered and prints what was done."""
-    prompts, skipped = read_prompts(config)
+    """Fetches, answers and computes what is not there yet, and prints what was done."""
+    data = config.data
+    for name in (data.prompts, data.file):
+        if name is not None and is_hub(name):
+            path = config.local_file(name)
+            print(f"{path}: {fetch(name, path, data.limit)} rows fetched from {name}")
+    given = data.prompts is None and data.file is not None
+    asked = None if given else read_prompts(config)
+    if given:
+        check_data(config)
+        print(f"{config.answers_file} is trained on as it is, since data.prompts is not set")
+        if not data.features.cache_only:
+            return 0
     target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
-    speculator = Speculator(target)
+    if asked is not None:
+        answer(config, target, *asked)
+    if data.features.cache_only:
+        fill_cache(config, target)
+    return 0
 
-    def generate(
-        ids: list[list[int]], answer: Answer, seeds: list[int], record: Recorder | None
-    ) -> list[list[int]]:
-        return speculator.generate(
-            ids,
-            max_new_tokens=config.data.max_new_tokens,
-            do_sample=answer.temperature > 0,
-            temperature=answer.temperature or 1.0,
-            top_p=answer.top_p,
-            seed=seeds,
-            batch_size=len(ids),
-            record=record,
-        ).token_ids
 
-    requests, too_long = plan_requests(config, target, prompts)
+def answer(
+    config: TrainConfig, target: TargetModel, prompts: list[Conversation], skipped: Counter[str]
+) -> None:
+    """Answers what is not yet answered."""
+    requests, unfit = plan_requests(config, target, prompts)
     done = open_answers(config, target, prompts)
-    wanted = [request for request in requests if request.seed not in done]
     begin = time.perf_counter()
-    tokens = answer_all(config, target, wanted, generate)
+    tokens = answer_all(config, target, requests, done, Answerer(config, target))
     seconds = time.perf_counter() - begin
-    if too_long:
-        skipped["prompt too long"] += too_long
-    for reason, count in skipped.items():
+    for reason, count in (skipped + unfit).items():
         print(f"skipped {count} prompts: {reason}")
     print(
-        f"{config.answers_file}: {len(requests)} rows, {len(requests) - len(wanted)} of them were "
-        f"there; {tokens} new tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+        f"{config.answers_file}: {len(requests)} rows, {len(done)} of them were there; "
+        f"{tokens} new tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
     )
-    return 0
+
+
+def fill_cache(config: TrainConfig, target: TargetModel) -> None:
+    """Makes the feature cache complete, and keeps the target's ends beside it."""
+    taps = RecordedStates(config, target).taps
+    open_features(config, target, load_documents(config, target), taps)
+    save_ends(target, config.ends_folder)
+    print(f"{config.features_folder} is complete: training needs no more of the target")
 
 
 def main(argv: list[str] | None = None) -> int:

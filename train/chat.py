@@ -1,101 +1,136 @@
 """Conversations as token ids, with a loss mask from token boundaries alone.
 
-No offset is tied to a tokenizer: what the template gives for the messages before an assistant turn,
-generation prompt included, is where that turn's tokens begin.
+No offset is tied to a tokenizer, and no text is searched for: what the template gives for the
+messages before an assistant turn, generation prompt included, is where that turn's tokens begin.
 """
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-from jinja2 import TemplateError
-
+from ..heads.errors import InputError
 from ..inference.target import TargetModel
-
-Message = dict[str, Any]
-ROLES = ("system", "user", "assistant", "tool")
-
-
-class RowError(ValueError):
-    """A row that cannot be used; the text is the reason that it is counted under."""
+from .formats import Conversation, Message
+from .reading import RowError
 
 
-def check_messages(messages: Any) -> list[Message]:
-    """`messages` with text contents and known roles.
+def chat_ids(chat: Conversation, target: TargetModel, *, prompt: bool) -> list[int]:
+    """Ids of a conversation.
 
+    Args:
+        prompt: end with the generation prompt.
     Raises:
-        RowError: naming what is wrong.
+        RowError: the template refuses the messages.
     """
-    if not isinstance(messages, list) or not messages:
-        raise RowError("messages is no list or empty")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise RowError("a message without text content")
-        if message.get("role") not in ROLES:
-            raise RowError("a message of unknown role")
-    return messages
+    try:
+        return target.chat_ids(chat.messages, add_generation_prompt=prompt, tools=chat.tools)
+    except InputError:
+        raise
+    except Exception:  # a template may meet anything in foreign rows
+        raise RowError("the chat template refuses the messages") from None
 
 
-def prompt_messages(row: dict[str, Any]) -> list[Message]:
-    """What the target is to answer: `prompt`, the first of `turns`, or `messages` up to the last
-    user turn.
-
-    Raises:
-        RowError: none of them, or an empty one.
-    """
-    if "messages" in row:
-        messages = check_messages(row["messages"])
-        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
-        if last < 0:
-            raise RowError("messages without a user turn")
-        return messages[: last + 1]
-    turns = row.get("turns")
-    text = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
-    if isinstance(text, list):
-        return check_messages(text)
-    if not isinstance(text, str) or not text.strip():
-        raise RowError("no prompt, turns or messages, or an empty one")
-    return [{"role": "user", "content": text}]
-
-
-def prompt_key(messages: list[Message]) -> str:
-    """The prompt's text; rows with equal keys answer the same prompt."""
-    return json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False)
-
-
-def masked_chat(messages: list[Message], target: TargetModel) -> tuple[list[int], list[bool]]:
+def masked_chat(
+    chat: Conversation,
+    target: TargetModel,
+    left_out: Counter[str],
+    max_length: int | None = None,
+) -> tuple[list[int], list[bool]]:
     """Ids of the whole conversation, and where they are an assistant's own tokens.
 
     The mask of a turn ends with its end-of-turn token (one of `target.eos_ids`); what the template
     adds after it, such as a newline, is not learned from.
 
+    Args:
+        left_out: counts assistant turns that cannot be told from the template's text, by reason;
+            they stay in the ids, out of the mask.
+        max_length: the mask is not wanted past this many tokens.
     Raises:
-        RowError: the template refuses the messages, or its text for an earlier part is not a
-            prefix of its text for the whole.
+        RowError: the template refuses the messages or leaves some out, or no turn can be told.
     """
-    try:
-        ids = target.chat_ids(messages, add_generation_prompt=False)
-        mask = [False] * len(ids)
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant":
-                begin, end = _span(messages, turn, ids, target)
-                mask[begin:end] = [True] * (end - begin)
-    except TemplateError:
-        raise RowError("the chat template refuses the messages") from None
+    ids = chat_ids(chat, target, prompt=False)
+    _check_all_seen(chat, ids, target)
+    mask, told, reasons = [False] * len(ids), 0, Counter[str]()
+    for turn, message in enumerate(chat.messages):
+        if message["role"] != "assistant":
+            continue
+        try:
+            begin, end = _span(chat, turn, ids, target)
+        except RowError as error:
+            reasons[str(error)] += 1
+            continue
+        told += 1
+        mask[begin:end] = [True] * (end - begin)
+        if max_length is not None and end >= max_length:
+            break
+    if reasons and not told:
+        raise RowError(next(iter(reasons)))
+    left_out.update(reasons)
     return ids, mask
 
 
-def _span(
-    messages: list[Message], turn: int, ids: list[int], target: TargetModel
-) -> tuple[int, int]:
+def _span(chat: Conversation, turn: int, ids: list[int], target: TargetModel) -> tuple[int, int]:
     """Where the tokens of assistant turn `turn` begin and end in `ids`."""
-    before = target.chat_ids(messages[:turn], add_generation_prompt=True)
-    until = target.chat_ids(messages[: turn + 1], add_generation_prompt=False)
+    messages = chat.messages
+    before = chat_ids(replace(chat, messages=messages[:turn]), target, prompt=True)
+    upto = replace(chat, messages=messages[: turn + 1])
+    until = chat_ids(upto, target, prompt=False)
     if until[: len(before)] != before:
         raise RowError("the chat template's generation prompt is not a prefix of the turn")
     ends = [i for i in range(len(before), len(until)) if until[i] in target.eos_ids]
-    end = ends[-1] + 1 if ends else len(until)
+    end = ends[-1] + 1 if ends else max(len(before), len(until) - _tail(upto, until, target))
     if ids[:end] != until[:end]:
         raise RowError("the chat template rewrites earlier turns")
     return len(before), end
+
+
+def _tail(chat: Conversation, ids: list[int], target: TargetModel) -> int:
+    """Number of tokens that the template adds behind the last message, where none of them is an
+    end-of-turn token: those that stay when the message's last character changes."""
+    *before, last = chat.messages
+    text = last["content"]
+    if not text:
+        return 0
+    other = {**last, "content": text[:-1] + ("y" if text[-1] == "x" else "x")}
+    changed = chat_ids(replace(chat, messages=[*before, other]), target, prompt=False)
+    tail = 0
+    while tail < min(len(ids), len(changed)) and ids[-1 - tail] == changed[-1 - tail]:
+        tail += 1
+    return tail
+
+
+def _check_all_seen(chat: Conversation, ids: list[int], target: TargetModel) -> None:
+    """Templates may leave out roles, tool calls or tools that they do not know, without a word.
+
+    Raises:
+        RowError: this one does.
+    """
+    if chat.tools and _same(replace(chat, tools=[]), ids, target):
+        raise RowError("the chat template leaves out tools")
+    for turn, message in enumerate(chat.messages):
+        changed, what = _changed(message)
+        if changed is None:
+            continue
+        messages = [*chat.messages[:turn], changed, *chat.messages[turn + 1 :]]
+        if _same(replace(chat, messages=messages), ids, target):
+            raise RowError(f"the chat template leaves out {what}")
+
+
+def _changed(message: Message) -> tuple[dict[str, Any] | None, str]:
+    """The message with another content, where templates are known to leave such messages out."""
+    if calls := message.get("tool_calls"):
+        function = calls[0]["function"]
+        call = {**calls[0], "function": {**function, "name": function["name"] + "x"}}
+        return {**message, "tool_calls": [call, *calls[1:]]}, "tool calls"
+    if message["role"] in ("system", "tool"):
+        return {**message, "content": message["content"] + "x"}, f"{message['role']} turns"
+    return None, ""
+
+
+def _same(chat: Conversation, ids: list[int], target: TargetModel) -> bool:
+    try:
+        return chat_ids(chat, target, prompt=False) == ids
+    except RowError:
+        return False

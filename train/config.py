@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializeAsAny,
     ValidationError,
@@ -22,21 +21,15 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from ..heads import HEADS, HeadConfig
 from ..heads.errors import InputError, nearest
+from .hub import is_hub, shard
 from .overrides import apply_overrides, parse_yaml
+from .sections import DataConfig, Section
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class ConfigError(InputError):
     """A config that cannot be used: a line for each problem, and what to do."""
-
-
-class Section(BaseModel):
-    """Strict: unknown keys, text for numbers, booleans for numbers, nan and inf are errors."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class TargetConfig(Section):
@@ -60,50 +53,6 @@ class TargetConfig(Section):
         if (self.model is None) == (self.random is None):
             raise ValueError("give exactly one of model and random")
         return self
-
-
-class Answer(Section):
-    """How the target answers every prompt once; temperature 0 is greedy."""
-
-    temperature: float = Field(default=0.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-
-
-class FeaturesConfig(Section):
-    """The target's hidden states on disk.
-
-    Attributes:
-        folder: default OUTPUT_DIR/features.
-        max_gb: the cache stops growing here.
-    """
-
-    cache: bool = True
-    folder: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    max_gb: float = Field(default=20.0, gt=0)
-
-
-class DataConfig(Section):
-    """What is learned from.
-
-    Attributes:
-        prompts: JSONL with `prompt`, `turns` or `messages`, for scripts/prepare_data.py.
-        file: JSONL to train on, prepared answers or chats; default OUTPUT_DIR/answers.jsonl.
-        answers: one answer to each prompt for each entry.
-        max_length: tokens of a row; longer ones are cut or dropped, as `overlong` says.
-        eval_prompts: prompts held out from training with all their rows.
-        answer_batch_size: prompts answered together.
-    """
-
-    prompts: str | None = None
-    file: str | None = None
-    answers: list[Answer] = Field(default_factory=lambda: [Answer()], min_length=1)
-    max_new_tokens: int = Field(default=128, ge=1)
-    max_length: int = Field(default=512, ge=3)
-    overlong: Literal["cut", "drop"] = "cut"
-    eval_prompts: int = Field(default=32, ge=0)
-    answer_batch_size: int = Field(default=48, ge=1)
-    features: FeaturesConfig = FeaturesConfig()
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -185,16 +134,27 @@ class TrainConfig(Section):
 
     @property
     def answers_file(self) -> Path:
-        """The JSONL that is trained on."""
+        """The file that is trained on."""
         if self.data.file is not None:
-            return resolve_path(self.data.file)
+            return self.local_file(self.data.file)
         return Path(self.output_dir) / "answers.jsonl"
+
+    def local_file(self, name: str) -> Path:
+        """Where a file of the config lies, or a hub dataset once it is fetched."""
+        if is_hub(name):
+            return shard(name, Path(self.output_dir), self.data.limit)
+        return resolve_path(name)
 
     @property
     def features_folder(self) -> Path:
         """Where the target's hidden states are cached."""
         folder = self.data.features.folder
         return Path(self.output_dir) / "features" if folder is None else resolve_path(folder)
+
+    @property
+    def ends_folder(self) -> Path:
+        """Where the target's embedding and lm_head lie with `data.features.cache_only`."""
+        return self.features_folder / "target"
 
 
 def resolve_path(path: str | Path) -> Path:

@@ -1,52 +1,41 @@
-"""From a JSONL file to documents with a loss mask, batches, and the order of a run.
+"""From a file to documents with a loss mask, within max_length, for training and for evaluation.
 
-A row is a prepared answer (`prompt_ids`, `answer_ids`: exactly what the target read and wrote) or a
-chat (`messages`), which goes through the target's chat template.  Rows that cannot be used are
-skipped and counted by reason.
+Rows that cannot be used are skipped, and counted by reason.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..heads.errors import InputError
 from ..inference.target import TargetModel
-from .chat import RowError, check_messages, masked_chat, prompt_key, prompt_messages
+from .chat import masked_chat
 from .config import TrainConfig
+from .formats import (
+    Conversation,
+    check_answered,
+    check_prepared,
+    conversation,
+    plain_text,
+    prompt_key,
+    prompt_messages,
+)
 from .meta import read_meta
+from .packing import Document
+from .reading import RowError, check_end, read_rows
 
 CUT_AWAY = "fewer than two loss tokens left within max_length"
 TOO_LONG = "longer than max_length"
-
-
-@dataclass(frozen=True)
-class Document:
-    """One row.
-
-    Attributes:
-        loss_mask: True where the target (or a chat's assistant) generated the token.
-        temperature: of a prepared answer; None where it is not known.
-        row: line number in the file, from 1.
-        prompt_key: rows with equal keys answer the same prompt.
-    """
-
-    ids: list[int]
-    loss_mask: list[bool]
-    temperature: float | None
-    row: int
-    prompt_key: str
 
 
 @dataclass(frozen=True)
@@ -57,42 +46,17 @@ class Documents:
         eval: answers to prompts that `train` has none of.
         skipped: rows that are not used, by reason.
         cut: rows of `train` and `eval` that were cut to max_length.
+        turns: assistant turns of used rows that are out of the loss, by reason.
     """
 
     train: list[Document]
     eval: list[Document]
     skipped: dict[str, int]
     cut: int
+    turns: dict[str, int] = field(default_factory=dict)
 
 
-# -- reading -------------------------------------------------------------------------------------
-
-
-def read_rows(path: Path, skipped: Counter[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers (from 1) and objects of a JSONL file; other lines are counted in `skipped`.
-
-    Raises:
-        InputError: no such file, or an empty one.
-    """
-    if not path.is_file():
-        raise InputError(f"{path} does not exist", "Name an existing JSONL file.")
-    if not path.stat().st_size:
-        raise InputError(f"{path} is empty", "It wants one JSON object a line.")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
-                if not isinstance(row, dict):
-                    raise RowError("not a JSON object")
-                if b"\\u" in line:  # half of a surrogate pair is JSON, but no text
-                    json.dumps(row, ensure_ascii=False).encode()
-                yield number, row
-            except RowError as error:
-                skipped[str(error)] += 1
-            except UnicodeError:
-                skipped["not Unicode text"] += 1
-            except (ValueError, RecursionError):
-                skipped["not JSON" if line.strip() else "an empty line"] += 1
+# -- rows ----------------------------------------------------------------------------------------
 
 
 def check_data(config: TrainConfig) -> None:
@@ -107,7 +71,8 @@ def check_data(config: TrainConfig) -> None:
             f"{path}, the data to train on, does not exist",
             "Run scripts/prepare_data.py with this config, or name a file in data.file.",
         )
-    for _, row in read_rows(path, skipped):
+    check_end(path, config.data.on_truncated == "keep_whole")
+    for _, row in _rows(config, path, skipped):
         try:
             _check_row(row)
             return
@@ -116,16 +81,25 @@ def check_data(config: TrainConfig) -> None:
     raise _no_rows(path, skipped)
 
 
-def _check_row(row: dict[str, Any]) -> None:
+def _rows(
+    config: TrainConfig, path: Path, skipped: Counter[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """`data.limit` counts prompts where there are some, whose answers are all read."""
+    rows = read_rows(path, skipped, keep_whole=config.data.on_truncated == "keep_whole")
+    return itertools.islice(rows, None if config.data.prompts else config.data.limit)
+
+
+def _check_row(row: dict[str, Any]) -> Conversation | str | None:
+    """The conversation or the text of a row; None for a prepared answer."""
     if "answer_ids" in row:
-        for name in ("prompt_ids", "answer_ids"):
-            ids = row.get(name)
-            if not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
-                raise RowError(f"{name} is no list of ids, or empty")
-    elif "messages" not in row:
-        raise RowError("neither answer_ids nor messages")
-    elif all(message["role"] != "assistant" for message in check_messages(row["messages"])):
-        raise RowError("messages without an assistant turn")
+        check_prepared(row)
+        return None
+    text = plain_text(row)
+    if text is not None:
+        return text
+    chat = conversation(row)
+    check_answered(chat)
+    return chat
 
 
 def _no_rows(path: Path, skipped: Counter[str]) -> InputError:
@@ -134,7 +108,8 @@ def _no_rows(path: Path, skipped: Counter[str]) -> InputError:
         return InputError(f"{path}: no usable row: {reasons}", "Raise data.max_length.")
     return InputError(
         f"{path}: no usable row: {reasons}",
-        "Rows want prompt_ids and answer_ids (scripts/prepare_data.py) or messages.",
+        "Rows want prompt_ids and answer_ids (scripts/prepare_data.py), messages, conversations, "
+        "prompt and response, or text.",
     )
 
 
@@ -147,13 +122,13 @@ def load_documents(config: TrainConfig, target: TargetModel) -> Documents:
     Raises:
         InputError: sizes that do not fit the target, data of another target, no usable row.
     """
-    path, skipped = config.answers_file, Counter[str]()
+    path, skipped, turns = config.answers_file, Counter[str](), Counter[str]()
     check_limits(config, target)
     read_meta(path, target)
     documents, cut = [], 0
-    for number, row in read_rows(path, skipped):
+    for number, row in _rows(config, path, skipped):
         try:
-            whole = _document(number, row, target)
+            whole = _document(number, row, target, config.data.max_length, turns)
             _check_ids(whole, path, target.spec.vocab_size)
             document = _fit(whole, config)
         except RowError as error:
@@ -167,7 +142,7 @@ def load_documents(config: TrainConfig, target: TargetModel) -> Documents:
     train = [d for d in documents if d.prompt_key not in held]
     evaluate = [d for d in documents if d.prompt_key in held]
     evaluate = [d for d in evaluate if d.temperature == 0] or evaluate
-    return Documents(train, evaluate, dict(skipped), cut)
+    return Documents(train, evaluate, dict(skipped), cut, dict(turns))
 
 
 def check_limits(config: TrainConfig, target: TargetModel) -> None:
@@ -190,12 +165,17 @@ def check_limits(config: TrainConfig, target: TargetModel) -> None:
         )
 
 
-def _document(number: int, row: dict[str, Any], target: TargetModel) -> Document:
-    _check_row(row)
-    if "answer_ids" not in row:
-        ids, mask = masked_chat(row["messages"], target)
-        first = [m["role"] for m in row["messages"]].index("assistant")
-        return Document(ids, mask, None, number, prompt_key(row["messages"][:first]))
+def _document(
+    number: int, row: dict[str, Any], target: TargetModel, max_length: int, turns: Counter[str]
+) -> Document:
+    found = _check_row(row)
+    if isinstance(found, str):
+        ids = target.text_ids(found)
+        return Document(ids, [i > 0 for i in range(len(ids))], None, number, found)
+    if found is not None:
+        ids, mask = masked_chat(found, target, turns, max_length)
+        first = [m["role"] for m in found.messages].index("assistant")
+        return Document(ids, mask, None, number, prompt_key(found.messages[:first]))
     prompt, answer = row["prompt_ids"], row["answer_ids"]
     mask = [False] * len(prompt) + [True] * len(answer)
     key = prompt_key(prompt_messages(row)) if "prompt" in row else str(prompt)
@@ -205,9 +185,9 @@ def _document(number: int, row: dict[str, Any], target: TargetModel) -> Document
 
 
 def _check_ids(document: Document, path: Path, vocab_size: int) -> None:
-    if max(document.ids) >= vocab_size:
+    if max(document.ids, default=0) >= vocab_size:
         raise InputError(
-            f"{path}: line {document.row} has token id {max(document.ids)}, the target's "
+            f"{path}: row {document.row} has token id {max(document.ids)}, the target's "
             f"vocabulary has {vocab_size}",
             "Prepare the data with this target and its own tokenizer.",
         )
@@ -242,24 +222,6 @@ def _held_out(documents: list[Document], wanted: int, seed: int) -> set[str]:
     return set(sorted(keys, key=hashes.__getitem__)[:count])
 
 
-# -- batches -------------------------------------------------------------------------------------
-
-
-def collate(documents: list[Document], pad_id: int = 0) -> dict[str, Tensor]:
-    """A right-padded batch.
-
-    Returns:
-        `ids` [B, T] int64, `loss_mask` [B, T] bool (False on padding), `length` [B] int64.
-    """
-    length_B = torch.tensor([len(d.ids) for d in documents])
-    ids_BT = torch.full((len(documents), int(length_B.max())), pad_id)
-    mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-    for b, document in enumerate(documents):
-        ids_BT[b, : len(document.ids)] = torch.tensor(document.ids)
-        mask_BT[b, : len(document.ids)] = torch.tensor(document.loss_mask)
-    return {"ids": ids_BT, "loss_mask": mask_BT, "length": length_B}
-
-
 def token_counts(documents: list[Document], vocab_size: int) -> Tensor:
     """[V] int64: how often each id is a loss token."""
     counts = Counter(
@@ -268,12 +230,3 @@ def token_counts(documents: list[Document], vocab_size: int) -> Tensor:
     result = torch.zeros(vocab_size, dtype=torch.int64)
     result[torch.tensor(list(counts), dtype=torch.int64)] = torch.tensor(list(counts.values()))
     return result
-
-
-def order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """[n] a permutation that depends on (seed, epoch) alone.
-
-    Raw bits of PCG64 are the same in every numpy release, `Generator.permutation` need not be.
-    """
-    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
-    return np.argsort(bits, kind="stable")

@@ -1,9 +1,9 @@
-"""The target's features, on disk or computed for each batch.
+"""The target's features on disk.
 
 The states of all documents are computed once, in chunks whose composition depends on the documents
 alone: taken from what was recorded while the target answered, computed where nothing was.  A chunk
 that is missing or damaged is made again as a whole, so what a run reads does not depend on where
-earlier ones were interrupted.
+earlier ones were interrupted.  Features are kept by document, however batches are packed.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from ..heads import InputError
 from ..heads.checkpoint import replace_file, sha256
 from ..heads.protocols import Features
+from ..inference.embeddings import REFILL, TargetEnds
 from ..inference.target import TargetModel
-from .config import FeaturesConfig
-from .data import Document, collate
-from .recording import DTYPES, RecordedStates
+from .config import TrainConfig
+from .data import Documents
+from .features import FeatureSource, OnlineFeatures, compute
+from .packing import Document
+from .recording import RecordedStates
+from .rounding import bytes_a_state
+from .sections import FeaturesConfig
 from .tracking import is_main, say
 
 INDEX, FORMAT = "index.json", 1
@@ -37,32 +41,12 @@ CHUNK_ROWS, CHUNK_TOKENS = 64, 8192
 """Bounds of a chunk: documents, and tokens once padded, so that a forward fits in memory."""
 
 
-class FeatureSource(Protocol):
-    """Where training gets the target's features from."""
-
-    def get(self, documents: list[Document]) -> Features:
-        """Features of `documents`, right padded with zeros, on the target's device and in its
-        dtype, rounded to the cache's dtype on the way."""
-
-
-class OnlineFeatures:
-    """Features computed anew for each batch, through the same rounding as cached ones."""
-
-    def __init__(self, target: TargetModel, taps: list[int], dtype: str) -> None:
-        self.target, self.taps, self.dtype = target, taps, DTYPES[dtype]
-
-    def get(self, documents: list[Document]) -> Features:
-        """See `FeatureSource.get`."""
-        rows = compute(self.target, documents, self.taps, self.dtype)
-        return _pad(rows, self.target)
-
-
-class FeatureCache:
+class FeatureCache(FeatureSource):
     """Features of `documents`, which are told apart by `Document.row`, in a folder.
 
     chunk-*.safetensors hold the documents' tokens end to end (hidden [tokens, D], taps
-    [tokens, K, D]); index.json holds the fingerprint, each finished chunk's sha256, and whether
-    all are there.
+    [tokens, K, D], as `rounding.encode` gives them); index.json holds the fingerprint, each
+    finished chunk's sha256, and whether all are there.  A cache of more taps serves fewer.
     """
 
     def __init__(
@@ -73,11 +57,14 @@ class FeatureCache:
         taps: list[int],
         config: FeaturesConfig,
         recorded: RecordedStates | None = None,
+        pack: int | None = None,
     ) -> None:
-        self.folder, self.target, self.taps, self.config = folder, target, taps, config
-        self.recorded = recorded
+        super().__init__(target, pack)
+        self.folder, self.config, self.recorded = folder, config, recorded
         self.chunks = make_chunks(documents)
-        self.fingerprint = fingerprint(target, documents, taps, config.dtype)
+        self.fingerprint = self._served(fingerprint(target, documents, taps, config.dtype))
+        self.taps: list[int] = self.fingerprint["taps"]
+        self.columns = [self.taps.index(tap) for tap in taps]
         self.tokens = sum(len(d.ids) for d in documents)
         self._place: dict[int, tuple[int, int, int]] = {}
         for number, chunk in enumerate(self.chunks):
@@ -88,6 +75,13 @@ class FeatureCache:
         assert len(self._place) == len(documents), "two documents of one row"
         self._open: dict[int, Any] = {}
 
+    def _served(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """The fingerprint of the cache that is there, where all that it lacks is fewer taps."""
+        index = self._read_index()
+        there = {} if index is None else index["fingerprint"]
+        same = {**there, "taps": wanted["taps"]} == wanted
+        return there if same and {*wanted["taps"]} <= {*there["taps"]} else wanted
+
     # -- filling ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -95,9 +89,14 @@ class FeatureCache:
         the index, outside of any collective, however long it takes.
 
         Raises:
-            InputError: the features would exceed `max_gb`.
+            InputError: the features would exceed `max_gb`, or some are missing and the target is
+                not there to compute them.
         """
         self._check_size()
+        if isinstance(self.target, TargetEnds) and not self._finished():
+            raise InputError(
+                f"data.features.cache_only is set, but {self.folder} {self._lack()}", REFILL
+            )
         if is_main():
             self._fill()
         else:
@@ -107,7 +106,7 @@ class FeatureCache:
     def bytes_needed(self) -> int:
         """Size of all features on disk."""
         states = self.tokens * (1 + len(self.taps))
-        return states * self.target.spec.hidden_size * DTYPES[self.config.dtype].itemsize
+        return states * bytes_a_state(self.target.spec.hidden_size, self.config.dtype)
 
     def _check_size(self) -> None:
         needed, cap = self.bytes_needed(), self.config.max_gb
@@ -116,8 +115,21 @@ class FeatureCache:
                 f"the target's features of {self.tokens} tokens need {needed} bytes "
                 f"({needed / 1e9:.3g} GB), data.features.max_gb is {cap:g}",
                 "Raise data.features.max_gb, train on fewer or shorter documents, use dtype: "
-                "bfloat16 or fewer head.taps, or set data.features.cache=false.",
+                "bfloat16 or int8 or fewer head.taps, or set data.features.cache=false.",
             )
+
+    def _lack(self) -> str:
+        """Why this cache is not complete, for an error."""
+        index = self._read_index()
+        if index is None:
+            return "holds no features"
+        if differing := self._differing(index):
+            return f"was made with other {', '.join(differing)}"
+        whole = sum(_whole(self.folder / n, s) for n, s in index["chunks"].items())
+        return f"has only {whole} of {len(self.chunks)} chunks whole"
+
+    def _differing(self, index: dict[str, Any]) -> list[str]:
+        return [k for k, v in self.fingerprint.items() if index["fingerprint"].get(k) != v]
 
     def _fill(self) -> None:
         done = self._usable()
@@ -144,8 +156,7 @@ class FeatureCache:
         index = self._read_index()
         if index is None:
             return {}
-        differing = [k for k, v in self.fingerprint.items() if index["fingerprint"].get(k) != v]
-        if differing:
+        if differing := self._differing(index):
             say(f"features: {self.folder} was made with other {', '.join(differing)}; made anew")
             for path in self.folder.iterdir():
                 if path.name == INDEX or re.fullmatch(r"chunk-\d+\.safetensors", path.name):
@@ -178,49 +189,50 @@ class FeatureCache:
         replace_file(self.folder / INDEX, lambda to: Path(to).write_text(json.dumps(index)))
 
     def _compute_chunk(self, number: int) -> dict[str, Tensor]:
-        dtype = DTYPES[self.config.dtype]
-        chunk = self.chunks[number]
+        chunk, recorded = self.chunks[number], self.recorded
         known: dict[int, Features] = {}
-        if self.recorded is not None:
-            found = {d.row: self.recorded.get(d.ids) for d in chunk}
+        if recorded is not None and recorded.taps == self.taps:
+            found = {d.row: recorded.get(d.ids) for d in chunk}
             known = {row: states for row, states in found.items() if states is not None}
         missing = [document for document in chunk if document.row not in known]
         if missing:
-            computed = compute(self.target, missing, self.taps, dtype)
+            computed = compute(self.target, missing, self.taps, self.config.dtype)
             known |= {d.row: states for d, states in zip(missing, computed, strict=True)}
         rows = [known[document.row] for document in chunk]
         return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def get(self, documents: list[Document]) -> Features:
-        """See `FeatureSource.get`; only the rows asked for are read from disk."""
-        return _pad([self._read(document) for document in documents], self.target)
+    def _stored(self, documents: list[Document]) -> list[Features]:
+        return [self._read(document) for document in documents]
 
     def _read(self, document: Document) -> Features:
+        """Only the rows asked for are read from disk."""
         number, start, stop = self._place[document.row]
         if number not in self._open:
             self._open[number] = safe_open(self.folder / _name(number), framework="pt")
         file = self._open[number]
-        return {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
+        found = {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
+        if len(self.columns) < len(self.taps):
+            taps = {k: v[:, self.columns] for k, v in found.items() if k.startswith("taps")}
+            found = {k: v for k, v in found.items() if not k.startswith("taps")}
+            found |= taps if self.columns else {}
+        return found
 
 
 def open_features(
-    config: FeaturesConfig,
-    folder: Path,
-    target: TargetModel,
-    documents: list[Document],
-    taps: list[int],
-    recorded: RecordedStates | None = None,
+    config: TrainConfig, target: TargetModel, documents: Documents, taps: list[int]
 ) -> FeatureSource:
     """The source that the config asks for, ready to read.
 
     Raises:
         InputError: see `FeatureCache.prepare`.
     """
-    if not config.cache:
-        return OnlineFeatures(target, taps, config.dtype)
-    cache = FeatureCache(folder, target, documents, taps, config, recorded)
+    features, pack = config.data.features, config.data.pack_length
+    if not features.cache:
+        return OnlineFeatures(target, taps, features.dtype, pack)
+    rows, recorded = documents.train + documents.eval, RecordedStates(config, target)
+    cache = FeatureCache(config.features_folder, target, rows, taps, features, recorded, pack)
     cache.prepare()
     return cache
 
@@ -236,36 +248,13 @@ def make_chunks(documents: list[Document]) -> list[list[Document]]:
     return chunks
 
 
-def compute(
-    target: TargetModel, documents: list[Document], taps: list[int], dtype: torch.dtype
-) -> list[Features]:
-    """Features of each document in `dtype`, from one forward: hidden [T, D], taps [T, K, D]."""
-    batch = collate(documents)
-    device = target.spec.device
-    found = target.features(batch["ids"].to(device), batch["length"].to(device), taps)
-    lengths = batch["length"].tolist()
-    return [
-        {name: tensor[row, :length].to(dtype) for name, tensor in found.items()}
-        for row, length in enumerate(lengths)
-    ]
-
-
-def _pad(rows: list[Features], target: TargetModel) -> Features:
-    return {
-        name: pad_sequence([row[name] for row in rows], batch_first=True).to(
-            target.spec.device, target.spec.dtype
-        )
-        for name in rows[0]
-    }
-
-
 def fingerprint(
     target: TargetModel, documents: list[Document], taps: list[int], dtype: str
 ) -> dict[str, Any]:
     """Everything that the features depend on."""
     identity = target.spec.identity
     digest = hashlib.sha256()
-    for document in documents:
+    for document in sorted(documents, key=lambda d: d.row):
         digest.update(np.array([document.row, len(document.ids), *document.ids]).tobytes())
         digest.update(bytes(document.loss_mask))
     return {

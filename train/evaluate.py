@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..heads import Head
-from .data import Document, collate
-from .distill import FeatureSource
+from .features import FeatureSource
+from .packing import Document
 
 METRICS = ("loss", "top1", "prefix")
 
@@ -75,7 +75,7 @@ def evaluate(
     head.eval()
     for start in range(0, len(mine), batch_size):
         rows = mine[start : start + batch_size]
-        batch = to_device(collate(rows), accelerator.device)
+        batch = to_device(features.collate(rows), accelerator.device)
         tally.add(head(batch, features.get(rows)), head.counts(batch))
     head.train()
     tally.reduce(accelerator)

@@ -20,25 +20,33 @@ from ..heads.checkpoint import replace_file
 from ..heads.protocols import Features
 from ..inference.target import TargetModel
 from .config import TrainConfig
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from .rounding import encode
 
 
 class Recorder:
     """Collects the states of rows while they are decoded: `Speculator.generate(record=...)`."""
 
-    def __init__(self, taps: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, taps: list[int], dtype: str) -> None:
+        """Args:
+        dtype: what states are rounded to, of rounding.py.
+        """
         self.taps, self.dtype = taps, dtype
         self._parts: dict[int, list[Features]] = {}
 
+    @property
+    def filled(self) -> bool:
+        """Are there states of any row?"""
+        return bool(self._parts)
+
     def add(self, row: int, features: Features) -> None:
         """Takes the states [M, ..] of the next M tokens that row `row` has read."""
-        kept = {name: value.to(self.dtype).cpu().clone() for name, value in features.items()}
+        stored = encode(features, self.dtype)
+        kept = {name: value.cpu().clone() for name, value in stored.items()}
         self._parts.setdefault(row, []).append(kept)
 
     def states(self, row: int, tokens: int) -> Features:
-        """States [tokens, ..] of a row of `tokens` tokens.  The last one is never read by the
-        target, and never looked at in training: it is zero."""
+        """Stored states [tokens, ..] of a row of `tokens` tokens.  The last one, which the target
+        never reads and training never looks at, is zero."""
         parts = self._parts[row]
         joined = {name: torch.cat([part[name] for part in parts])[:tokens] for name in parts[0]}
         missing = tokens - len(joined["hidden"])
@@ -55,9 +63,9 @@ class RecordedStates:
     def __init__(self, config: TrainConfig, target: TargetModel) -> None:
         self.folder = config.features_folder / "recorded"
         self.taps = HEADS[config.head.kind].layers_tapped(config.head, target.spec.num_layers)
-        self.dtype = DTYPES[config.data.features.dtype]
+        self.dtype = config.data.features.dtype
         identity = target.spec.identity
-        made_with = [identity["fingerprint"], identity["dtype"], self.taps, str(self.dtype)]
+        made_with = [identity["fingerprint"], identity["dtype"], self.taps, self.dtype]
         self.made_with = hashlib.sha256(str(made_with).encode()).hexdigest()[:16]
         self._files: dict[str, Any] | None = None
 
@@ -72,14 +80,15 @@ class RecordedStates:
         return path.stat().st_size
 
     def get(self, ids: list[int]) -> Features | None:
-        """The states of these ids, where they were recorded."""
+        """The stored states of these ids, where they were recorded."""
         if self._files is None:
             self._files = self._index()
         key = _key(ids)
         if key not in self._files:
             return None
-        file, names = self._files[key], ["hidden"] + ["taps"] * bool(self.taps)
-        return {name: file.get_tensor(f"{key}.{name}") for name in names}
+        file = self._files[key]
+        names = [name for name in file.keys() if name.startswith(key)]  # noqa: SIM118
+        return {name.removeprefix(f"{key}."): file.get_tensor(name) for name in names}
 
     def _index(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -13,10 +13,12 @@ from accelerate.utils import set_seed
 from ..heads import HEADS, Head, InputError
 from ..heads.checkpoint import DESCRIPTION, check_target, read_description
 from ..heads.vocab import coverage, draft_size, most_frequent
+from ..inference.embeddings import TargetEnds
 from ..inference.target import TargetModel
 from .checkpoint import Checkpoint
 from .config import OptimConfig, TrainConfig
-from .data import Document, Documents, token_counts
+from .data import Documents, token_counts
+from .packing import Document
 from .tracking import say
 
 
@@ -38,7 +40,19 @@ def load_target(config: TrainConfig) -> TargetModel:
     if local is not None and fields["device"] in ("auto", "cuda") and torch.cuda.is_available():
         fields["device"] = f"cuda:{local}"
     say(f"target: {fields['model'] or 'random ' + str(fields['random'].get('model_type'))}")
+    if config.data.features.cache_only:
+        return load_ends(config, fields["device"])
     return TargetModel.load(**fields, seed=config.seed)
+
+
+def load_ends(config: TrainConfig, device: str) -> TargetModel:
+    """The embedding and lm_head that scripts/prepare_data.py has put beside the feature cache."""
+    named = config.target.model_dump(exclude={"device", "dtype"})
+    if config.target.dtype != "auto":
+        named["dtype"] = config.target.dtype
+    if config.target.random is not None:
+        named["seed"] = config.seed
+    return TargetEnds.read(config.ends_folder, device=device, **named)
 
 
 def check_run_target(found: Checkpoint | None, target: TargetModel, config: TrainConfig) -> None:
@@ -70,6 +84,9 @@ def describe(documents: Documents) -> str:
     parts = [f"{len(documents.train)} rows to train on, {len(documents.eval)} held out"]
     if documents.cut:
         parts.append(f"{documents.cut} cut to data.max_length")
+    if documents.turns:
+        counts = ", ".join(f"{count} × {reason}" for reason, count in documents.turns.items())
+        parts.append(f"assistant turns out of the loss: {counts}")
     if documents.skipped:
         counts = ", ".join(f"{count} × {reason}" for reason, count in documents.skipped.items())
         parts.append(f"skipped: {counts}")

@@ -20,9 +20,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..heads import Head, InputError
-from .data import Document, collate, order
-from .distill import FeatureSource
 from .evaluate import Tally, to_device
+from .features import FeatureSource
+from .packing import Document, row_order
 
 PATIENCE = 10  # steps in a row that may be skipped
 
@@ -30,17 +30,26 @@ PATIENCE = 10  # steps in a row that may be skipped
 class Batches:
     """The global stream of rows, cut into steps.
 
-    Row i of the run is document order(seed, i // n, n)[i % n]: a function of the seed and i alone,
-    so a resumed run goes on with the very next row.
+    Row i of the run is document row_order(documents, seed, i // n)[i % n]: a function of the seed
+    and i alone, so a resumed run goes on with the very next row.
     """
 
     def __init__(
-        self, documents: list[Document], seed: int, batch_size: int, accumulate: int, world: int
+        self,
+        documents: list[Document],
+        seed: int,
+        batch_size: int,
+        accumulate: int,
+        world: int,
+        bucket: int = 1,
     ) -> None:
+        """Args:
+        bucket: see `packing.row_order`.
+        """
         self.documents, self.batch_size, self.accumulate = documents, batch_size, accumulate
         self.world = world
         self.size = batch_size * accumulate * world
-        self._order = lru_cache(maxsize=2)(lambda epoch: order(seed, epoch, len(documents)))
+        self._order = lru_cache(maxsize=2)(lambda epoch: row_order(documents, seed, epoch, bucket))
 
     def rows(self, step: int) -> list[Document]:
         """The global batch of `step`, counted from 0."""
@@ -119,7 +128,7 @@ class Stepper:
 
     def _backward(self, micro: list[list[Document]]) -> None:
         device, world = self.accelerator.device, self.accelerator.num_processes
-        batches = [to_device(collate(rows), device) for rows in micro]
+        batches = [to_device(self.features.collate(rows), device) for rows in micro]
         counts = [self.module.counts(batch) for batch in batches]
         total_K = self.accelerator.reduce(torch.stack(counts).sum(0), "sum")
         # Times the number of processes: DDP averages gradients over them.
@@ -148,7 +157,7 @@ class Stepper:
 
     def _faults(self, document: Document) -> list[str]:
         """Depths at which this row alone gives a loss or a gradient that is not finite."""
-        batch = to_device(collate([document]), self.accelerator.device)
+        batch = to_device(self.features.collate([document]), self.accelerator.device)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         loss_K = self.module(batch, self.features.get([document]))["loss"]
         bad = []

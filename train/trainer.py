@@ -31,7 +31,6 @@ from .config import TrainConfig
 from .data import Documents, check_data, load_documents
 from .distill import open_features
 from .evaluate import evaluate
-from .recording import RecordedStates
 from .step import Batches, Stepper, learning_rate
 from .tracking import MetricsFile, Tracker, is_main, say, wandb_mode
 
@@ -105,20 +104,14 @@ class Trainer:
             self.module.load_state_dict(found.weights())
         optimizer = setup.build_optimizer(self.module, config.optim)
         self.head, self.optimizer = accelerator.prepare(self.module, optimizer)
-        self.features = open_features(
-            config.data.features,
-            config.features_folder,
-            target,
-            documents.train + documents.eval,
-            self.module.taps,
-            RecordedStates(config, target),
-        )
+        self.features = open_features(config, target, documents, self.module.taps)
         self.batches = Batches(
             documents.train,
             config.seed,
             config.schedule.batch_size,
             setup.accumulation(config, accelerator.num_processes, found),
             accelerator.num_processes,
+            config.data.bucket,
         )
         self.stepper = Stepper(
             accelerator, self.head, self.optimizer, self.features, config.optim.clip

@@ -1,17 +1,27 @@
 """The preparation of answers: batches, resumption after a kill, settings that must not be mixed."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from chats import CHAT, make_config
+from fixtures import LLAMA, make_head, tiny
 
+from selfdraft.heads import save_head
 from selfdraft.heads.errors import InputError
+from selfdraft.inference.speculator import DRAFTERS
 from selfdraft.inference.target import TargetModel
+from selfdraft.scripts import prepare_data
 from selfdraft.train.answers import answer_all, open_answers, plan_requests, read_prompts
-from selfdraft.train.config import TrainConfig
-from selfdraft.train.data import load_documents
+from selfdraft.train.config import TargetConfig, TrainConfig
+from selfdraft.train.data import TOO_LONG, load_documents
+from selfdraft.train.recording import RecordedStates
 
 
 class Answering:
@@ -50,9 +60,9 @@ def prepare(config: TrainConfig, target: TargetModel, generate: Answering) -> li
     prompts, skipped = read_prompts(config)
     assert sum(skipped.values()) == 1
     requests, too_long = plan_requests(config, target, prompts)
-    assert too_long == 1
+    assert too_long == {TOO_LONG: 1}
     done = open_answers(config, target, prompts)
-    answer_all(config, target, [r for r in requests if r.seed not in done], generate)
+    answer_all(config, target, requests, done, generate)
     return [json.loads(line) for line in config.answers_file.read_text().splitlines()]
 
 
@@ -104,5 +114,101 @@ def test_answers_of_other_settings_are_not_mixed(chatml, llama3, tmp_path):
 def test_prompts_that_do_not_fit(chatml, tmp_path):
     config = prompts_config(tmp_path, max_length=3)
     prompts, _ = read_prompts(config)
-    with pytest.raises(InputError, match=r"longer than 1 tokens.*max_length 3"):
+    with pytest.raises(InputError, match=r"max_length 3.* leave 1 tokens"):
         plan_requests(config, chatml, prompts)
+
+
+# -- real processes, real drafters ----------------------------------------------------------------
+
+
+def tiny_config(folder: Path, **data) -> TrainConfig:
+    """Short prompts to the tiny random target, greedy and sampled, in batches of 4."""
+    folder.mkdir()
+    rows = [{"prompt": "word " * (1 + i % 5) + str(i)} for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "prompts": str(folder / "prompts.jsonl"),
+        "answers": [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95}],
+        "max_new_tokens": 24,
+        "max_length": 96,
+        "answer_batch_size": 4,
+    } | data
+    target = {"random": LLAMA, "dtype": "float32", "device": "cpu"}
+    return make_config(folder, [], **data).model_copy(update={"target": TargetConfig(**target)})
+
+
+VICTIM = """
+import os, signal, sys
+from selfdraft.scripts import prepare_data
+from selfdraft.train import answers
+
+left, row = int(sys.argv[2]), answers._row
+
+def dying(*arguments):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return row(*arguments)
+
+answers._row = dying
+prepare_data.main(sys.argv[1:2])
+"""
+
+
+def test_a_killed_process_leaves_nothing_out_and_nothing_twice(tmp_path):
+    """SIGKILL inside the third batch, and a torn line inside the second: the file is the unbroken
+    run's to the byte."""
+    config = tiny_config(tmp_path / "killed", file=str(tmp_path / "killed" / "a.jsonl"))
+    file, run = config.answers_file, tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", VICTIM, str(run), "10"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 8
+    file.write_bytes(b"".join(lines[:6]) + lines[6][:20])
+    assert prepare_data.prepare(config) == 0
+    whole = tiny_config(tmp_path / "whole", file=str(tmp_path / "whole" / "a.jsonl"))
+    assert prepare_data.prepare(whole) == 0
+    assert file.read_bytes() == whole.answers_file.read_bytes()
+    seeds = [json.loads(line)["seed"] for line in file.open()]
+    assert len(seeds) == len(set(seeds)) == 40
+    states = RecordedStates(config, tiny())
+    documents = load_documents(config, tiny())
+    assert all(states.get(d.ids) for d in documents.train)  # no second pass for the cache
+
+
+def answered(config: TrainConfig) -> list[dict]:
+    prepare_data.prepare(config)
+    return [json.loads(line) for line in config.answers_file.open()]
+
+
+DRAFTING = ["heads", *(["ngram"] if "ngram" in DRAFTERS else [])]
+
+
+@pytest.mark.parametrize("drafter", DRAFTING)
+def test_drafted_answers_are_the_targets_own(drafter, tmp_path):
+    """Greedy answers are equal with any drafter; sampled ones are there, of the same law."""
+    plain = answered(tiny_config(tmp_path / "plain", file=str(tmp_path / "plain.jsonl")))
+    if drafter == "heads":
+        drafter = str(tmp_path / "heads")
+        save_head(drafter, make_head("hydra", tiny().spec, taps=[1]))
+    config = tiny_config(
+        tmp_path / "drafted", file=str(tmp_path / "drafted.jsonl"), answers_drafter=drafter
+    )
+    drafted = answered(config)
+    assert len(drafted) == len(plain) == 40
+    for row, other in zip(drafted, plain, strict=True):
+        assert row["seed"] == other["seed"]
+        assert row["temperature"] > 0 or row["answer_ids"] == other["answer_ids"]
+    # Heads that read a layer which is not kept leave the states to the cache to compute.
+    kept = RecordedStates(config, tiny()).get(drafted[0]["prompt_ids"] + drafted[0]["answer_ids"])
+    assert (kept is None) == ("heads" in drafter)
+
+
+def test_progress_shows_speed_and_time_left(tmp_path, capsys):
+    answered(tiny_config(tmp_path / "p", file=str(tmp_path / "a.jsonl")))
+    out, err = capsys.readouterr()
+    assert "tokens/s" in err and "40/40" in err and "<00:00" in err and "tokens/s" in out

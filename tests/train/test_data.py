@@ -2,20 +2,12 @@
 
 import numpy as np
 import pytest
-from chats import CHAT, CHATML, FORGETFUL, STRICT, bpe, make_config, make_target, prepared
+from chats import CHAT, CHATML, STRICT, bpe, make_config, make_target, prepared
 
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.target import TargetModel
-from selfdraft.train.data import (
-    CUT_AWAY,
-    TOO_LONG,
-    Document,
-    check_data,
-    collate,
-    load_documents,
-    order,
-    token_counts,
-)
+from selfdraft.train.data import CUT_AWAY, TOO_LONG, check_data, load_documents, token_counts
+from selfdraft.train.packing import Document, collate, order
 
 
 def spans(document: Document, target: TargetModel) -> list[str]:
@@ -58,7 +50,6 @@ def test_one_bos(llama3, tmp_path):
 @pytest.mark.parametrize(
     ("template", "first", "reason"),
     [
-        (FORGETFUL, CHAT, "the chat template rewrites earlier turns"),
         (STRICT, [CHAT[1], *CHAT[:2]], "the chat template refuses the messages"),
         (CHATML.replace("<|im_start|>assistant", "Bot:"), CHAT[:2], "generation prompt"),
     ],
@@ -114,7 +105,7 @@ def test_target_too_small(chatml, tmp_path):
     with pytest.raises(InputError, match=rf"{size} ids, the target only {size - 1} embeddings"):
         load_documents(make_config(tmp_path, [prepared(5, 5)]), small)
     row = prepared(5, 5) | {"answer_ids": [1, 384]}
-    with pytest.raises(InputError, match=r"line 1 has token id 384.*\n?.*has 384"):
+    with pytest.raises(InputError, match=r"row 1 has token id 384.*\n?.*has 384"):
         load_documents(make_config(tmp_path, [row]), chatml)
 
 
@@ -122,13 +113,13 @@ BAD = {
     "{": "not JSON",
     "": "an empty line",
     "[1]": "not a JSON object",
-    '{"a": 1}': "neither answer_ids nor messages",
+    '{"a": 1}': "no prompt, messages or conversations, or an empty one",
     '{"prompt": "\\ud800", "prompt_ids": [1], "answer_ids": [1, 2]}': "not Unicode text",
     '{"prompt_ids": [1], "answer_ids": []}': "answer_ids is no list of ids, or empty",
     '{"prompt_ids": [1], "answer_ids": [1, 2.5]}': "answer_ids is no list of ids, or empty",
     '{"messages": []}': "messages is no list or empty",
     '{"messages": [{"role": "user", "content": "a"}]}': "messages without an assistant turn",
-    '{"messages": [{"role": "robot", "content": "a"}]}': "a message of unknown role",
+    '{"messages": [{"role": "robot", "content": "a"}]}': "a turn of unknown role 'robot'",
     '{"messages": [{"role": "user", "content": null}]}': "a message without text content",
 }
 
@@ -146,7 +137,7 @@ def test_malformed_rows_are_counted(chatml, tmp_path):
 
 
 def test_no_data(tmp_path, chatml):
-    with pytest.raises(InputError, match="neither answer_ids nor messages"):
+    with pytest.raises(InputError, match="no prompt, messages or conversations"):
         check_data(make_config(tmp_path, list(BAD)))
     with pytest.raises(InputError, match="is empty"):
         check_data(make_config(tmp_path, []))

@@ -9,8 +9,9 @@ from training import documents, make_target
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
 from selfdraft.train import distill
-from selfdraft.train.config import FeaturesConfig
-from selfdraft.train.distill import FeatureCache, OnlineFeatures
+from selfdraft.train.distill import FeatureCache
+from selfdraft.train.features import OnlineFeatures
+from selfdraft.train.sections import FeaturesConfig
 
 LENGTHS = [9, 24, 12, 17, 30, 9]
 TAPS = [0, 1, 2]
@@ -126,7 +127,6 @@ def test_a_killed_run_is_taken_up_where_it_was(open_cache, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"taps": [1]}, "taps"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"rows": documents([10, 11])}, "documents"),
         ({"rows": documents(LENGTHS, answer=5)}, "documents"),

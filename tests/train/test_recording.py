@@ -3,8 +3,9 @@ import torch
 from training import make_config, make_target
 
 from selfdraft.inference.speculator import Speculator
-from selfdraft.train.data import Document
-from selfdraft.train.distill import FeatureCache, compute
+from selfdraft.train.distill import FeatureCache
+from selfdraft.train.features import compute
+from selfdraft.train.packing import Document
 from selfdraft.train.recording import RecordedStates, Recorder
 
 PROMPTS = [[5, 6, 7], [9] * 12, [300, 4], [8, 1, 2, 3, 4]]
@@ -17,7 +18,7 @@ def target():
 
 def record(target, taps, do_sample=False):
     """Documents of answered prompts, and what was recorded while they were answered."""
-    recorder = Recorder(taps, torch.float32)
+    recorder = Recorder(taps, "float32")
     out = Speculator(target).generate(
         PROMPTS, max_new_tokens=9, do_sample=do_sample, seed=3, record=recorder
     )
@@ -35,7 +36,7 @@ def record(target, taps, do_sample=False):
 def test_recorded_states_are_those_of_a_second_pass(target, taps, do_sample):
     documents, states = record(target, taps, do_sample)
     for document, recorded in zip(documents, states, strict=True):
-        fresh = compute(target, [document], taps, torch.float32)[0]
+        fresh = compute(target, [document], taps, "float32")[0]
         assert recorded.keys() == fresh.keys()
         for name, value in fresh.items():
             torch.testing.assert_close(recorded[name][:-1], value[:-1], atol=1e-5, rtol=1e-5)

@@ -17,9 +17,9 @@ from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
 from selfdraft.train import setup, trainer
 from selfdraft.train.config import OptimConfig, load_config
-from selfdraft.train.data import Document, collate
-from selfdraft.train.distill import OnlineFeatures
 from selfdraft.train.evaluate import evaluate
+from selfdraft.train.features import OnlineFeatures
+from selfdraft.train.packing import Document, collate
 from selfdraft.train.step import PATIENCE, Batches, Stepper, learning_rate
 
 LENGTHS = [9, 24, 12, 17, 30, 9, 11, 20]

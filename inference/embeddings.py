@@ -1,0 +1,138 @@
+"""The two ends of a target, its embedding and its lm_head, in a folder of their own: all that the
+training of heads from cached features needs, however large the target is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..heads.checkpoint import replace_file, sha256
+from ..heads.errors import InputError
+from .loading import resolve_device, tokenizer_fingerprint
+from .projection import Projection
+from .target import TargetModel
+
+WEIGHTS, NOTES = "ends.safetensors", "target.json"
+REFILL = "Run scripts/prepare_data.py with this config, which loads the whole target."
+
+
+class _Ends(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config = model.config
+        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name; the weight of a tied lm_head is the embedding's and not named again."""
+        return dict(self.named_parameters()) | dict(self.named_buffers())
+
+
+def save_ends(target: TargetModel, folder: Path) -> None:
+    """Writes the ends, tokenizer, config and identity of `target`.
+
+    Raises:
+        InputError: an lm_head without a dense weight.
+    """
+    target.lm_head_rows()
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: t.detach().cpu().clone() for k, t in _Ends(target.model).tensors().items()}
+    replace_file(folder / WEIGHTS, lambda to: save_file(tensors, to))
+    model: Any = target.model
+    model.config.save_pretrained(folder)
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(folder)
+    notes = {
+        "identity": target.spec.identity,
+        "eos_ids": sorted(target.eos_ids),
+        "sha256": sha256(folder / WEIGHTS),
+    }
+    # The file that says that the others are whole comes last.
+    replace_file(folder / NOTES, lambda to: Path(to).write_text(json.dumps(notes, indent=2)))
+
+
+class TargetEnds(TargetModel):
+    """A target that embeds and projects, but has no layers between: it cannot decode, and its
+    features are those of a complete cache."""
+
+    def __init__(self, ends: Any, tokenizer: Any, notes: dict[str, Any]) -> None:
+        self.model, self.tokenizer, self.lm_head = ends, tokenizer, ends.lm_head
+        self.config = ends.config.get_text_config()
+        self.device, self.dtype = ends.lm_head.weight.device, ends.lm_head.weight.dtype
+        self.eos_ids, self.packed = set(notes["eos_ids"]), 0
+        self._projection = Projection(self.lm_head, self.config)
+        self.spec = replace(self._spec({}), identity=notes["identity"])
+
+    @classmethod
+    def read(cls, folder: Path, *, device: str = "auto", **named: Any) -> TargetEnds:
+        """What `save_ends` has written.
+
+        Args:
+            named: how the config names the target; must be how it was named there.
+        Raises:
+            InputError: nothing there, damaged files, or another target.
+        """
+        notes = _read_notes(folder)
+        for name, value in named.items():
+            if notes["identity"].get(name) != value:
+                raise InputError(
+                    f"{folder} holds the ends of a target with {name} "
+                    f"{notes['identity'].get(name)!r}, the config has {value!r}",
+                    REFILL,
+                )
+        tokenizer = None
+        if notes["identity"]["tokenizer"] is not None:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            if tokenizer_fingerprint(tokenizer) != notes["identity"]["tokenizer"]:
+                raise InputError(f"the tokenizer in {folder} is another one", REFILL)
+        ends = _build(folder, load_file(folder / WEIGHTS)).requires_grad_(False)
+        return cls(ends.to(resolve_device(device)), tokenizer, notes)
+
+    def _run(self, taps: list[int], **inputs: Any) -> NoReturn:
+        raise InputError(
+            "this target has only its embedding and lm_head loaded, it cannot read tokens",
+            "Set data.features.cache_only=false to load it whole.",
+        )
+
+
+def _read_notes(folder: Path) -> dict[str, Any]:
+    try:
+        notes = json.loads((folder / NOTES).read_text())
+        if sha256(folder / WEIGHTS) == notes["sha256"]:
+            return notes
+        reason = f"{WEIGHTS} is damaged"
+    except FileNotFoundError:
+        reason = "they were not written, or not to the end"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error)
+    raise InputError(
+        f"data.features.cache_only is set, but {folder} does not hold the target's embedding and "
+        f"lm_head: {reason}",
+        REFILL,
+    )
+
+
+def _build(folder: Path, tensors: dict[str, Tensor]) -> _Ends:
+    """The target's own modules, whose classes its config names, filled with `tensors`."""
+    with torch.device("meta"):
+        ends = _Ends(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)))
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        owner = ends.get_submodule(".".join(path))
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[leaf] = tensor
+    if ends.lm_head.weight.is_meta:  # tied
+        ends.lm_head.weight = ends.embedding.weight
+    return ends
