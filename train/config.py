@@ -139,13 +139,17 @@ class ScheduleConfig(Section):
 
 class TrackingConfig(Section):
     """Attributes:
-    mode: auto is online with an API key, else offline.
+    project, name, mode: of W&B; mode auto is online with an API key, else offline.
+    samples: held-out prompts that are answered whenever the head has become better.
+    sample_tokens: new tokens of each.
     """
 
-    tracker: Literal["none", "wandb"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
     project: str = "selfdraft"
     name: str | None = None
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    samples: int = Field(default=4, ge=0)
+    sample_tokens: int = Field(default=48, ge=1)
 
 
 def _head_config(value: Any) -> HeadConfig:

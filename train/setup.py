@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from ..heads import HEADS, Head, InputError
 from ..heads.checkpoint import DESCRIPTION, check_target, read_description
@@ -17,6 +17,7 @@ from ..inference.target import TargetModel
 from .checkpoint import Checkpoint
 from .config import OptimConfig, TrainConfig
 from .data import Document, Documents, token_counts
+from .engine import Engine, uses_deepspeed
 from .tracking import say
 
 
@@ -55,14 +56,58 @@ def check_run_target(found: Checkpoint | None, target: TargetModel, config: Trai
 
 
 def make_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:
-    """On the target's device; bf16 autocast over float32 weights but for float32 on a CPU."""
-    cpu = target.spec.device.type == "cpu"
+    """On the target's device; bf16 autocast over float32 weights but for float32 on a CPU.
+
+    Raises:
+        InputError: a way of launching that would be ignored or is not supported.
+    """
+    cpu, zero = target.spec.device.type == "cpu", uses_deepspeed()
+    if cpu and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise InputError(
+            "FSDP is asked for and the target is on a CPU, where accelerate would ignore it",
+            "Launch with torchrun (DDP) or configs/accelerate/zero2_cpu.yaml.",
+        )
     plain = cpu and target.spec.dtype in (torch.float32, torch.float64)
-    return Accelerator(
-        cpu=cpu,
-        mixed_precision="no" if plain else "bf16",
-        log_with="wandb" if config.tracking.tracker == "wandb" else None,
+    backend = [InitProcessGroupKwargs(backend="gloo")] if cpu and zero else []
+    if cpu and zero:
+        _compile_nothing()
+    tracker = config.tracking.tracker
+    accelerator = Accelerator(
+        cpu=cpu and not zero,  # which would drop the DeepSpeed config without a word
+        mixed_precision="no" if plain or zero else "bf16",
+        log_with=None if tracker == "none" else tracker,
+        project_dir=config.output_dir,
+        kwargs_handlers=backend,
     )
+    if zero:
+        _set_up_deepspeed(accelerator, config, autocast=not plain)
+    return accelerator
+
+
+def _compile_nothing() -> None:
+    """DeepSpeed would build a shared-memory reduction with the machine's C++ compiler, minutes at
+    each first start and never where there is none; gloo's own serves as well."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig, autocast: bool) -> None:
+    """Hands our settings to DeepSpeed: weights stay float32, accumulation and averaging are ours
+    (see step.py)."""
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    stage = settings["zero_optimization"]["stage"]
+    if stage > 2 or "offload_optimizer" in settings["zero_optimization"]:
+        raise InputError(
+            f"the DeepSpeed config asks for ZeRO stage {stage} or an offloaded optimizer",
+            "Use stage 2, as configs/accelerate/zero2.yaml does: only the head is trained.",
+        )
+    settings |= {
+        "train_micro_batch_size_per_gpu": config.schedule.batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optim.clip,
+        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
+    }
 
 
 def describe(documents: Documents) -> str:
@@ -115,13 +160,9 @@ def build_optimizer(head: Head, config: OptimConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(head.parameters(), **_adamw(config))
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, config: OptimConfig, found: Checkpoint
-) -> None:
+def restore_optimizer(engine: Engine, config: OptimConfig, found: Checkpoint) -> None:
     """Takes up the moments of `found`; the settings stay those of the config."""
-    optimizer.load_state_dict(found.optimizer())
-    for group in optimizer.param_groups:
-        group.update(_adamw(config))
+    engine.load_moments(found.optimizer(), **_adamw(config))
 
 
 def _adamw(config: OptimConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from selfdraft.train import setup, trainer
 from selfdraft.train.config import OptimConfig, load_config
 from selfdraft.train.data import Document, collate
 from selfdraft.train.distill import OnlineFeatures
+from selfdraft.train.engine import Engine
 from selfdraft.train.evaluate import evaluate
 from selfdraft.train.step import PATIENCE, Batches, Stepper, learning_rate
 
@@ -97,7 +98,7 @@ def gradients(accelerator, target, micro) -> list[torch.Tensor]:
     head = random_head(target, "medusa", lm_head="own").double()
     optimizer = torch.optim.SGD(head.parameters(), lr=0.0)
     features = OnlineFeatures(target, head.taps, "float32")
-    stepper = Stepper(accelerator, head, optimizer, features, clip=1.0)
+    stepper = Stepper(Engine(accelerator, head, optimizer, 1.0), features)
     stepper._backward(micro)
     return [p.grad for p in head.parameters()]
 
@@ -283,8 +284,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_named(accelerator
     head, rows = random_head(target), documents(LENGTHS)
     before = [p.detach().clone() for p in head.parameters()]
     optimizer = torch.optim.AdamW(head.parameters())
-    stepper = Stepper(accelerator, head, optimizer, Poisoned(target, head.taps, "float32"), 1.0)
-    with pytest.warns(UserWarning, match=r"step 7 .* depth 1 of row 3; depth 2 of row 3") as seen:
+    poisoned = Poisoned(target, head.taps, "float32")
+    stepper = Stepper(Engine(accelerator, head, optimizer, 1.0), poisoned)
+    with pytest.warns(UserWarning, match=r"step 7 of the hydra head .* depth 1 of row 3; depth 2 of row 3") as seen:
         assert not stepper([rows[:2], rows[2:4]], 7, 0.1)
     assert "row 1" not in str(seen[0].message) and not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(before, head.parameters(), strict=True))
