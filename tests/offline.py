@@ -1,23 +1,33 @@
 """Reads what W&B keeps of an offline run."""
 
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+HEADER, BLOCK = 7, 2**15
+"""W&B writes LevelDB's log format: blocks of fragments, each behind crc32, length and type."""
 
 
 def records(folder: Path) -> Iterator[Any]:
     """Every record of the one run-*.wandb file in an offline-run-* folder."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = folder.glob("run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
-        record = Record()
-        record.ParseFromString(data)
-        yield record
+    content, place, parts = path.read_bytes(), HEADER, b""
+    while place + HEADER <= len(content):
+        if BLOCK - place % BLOCK < HEADER:  # the tail of a block is padding
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        place += HEADER + length
+        parts += content[place - length : place]
+        if kind in (1, 4):  # whole, or the last fragment
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
 
 
 class OfflineRun:
@@ -68,9 +78,8 @@ class OfflineRun:
 
     def tables(self) -> list[dict[str, Any]]:
         """Columns and data of each table, from the files that the points name."""
-        named = [point["samples"] for point in self.points if "samples" in point]
-        named = [n for n in named if isinstance(n, dict)]
-        return [json.loads((self.folder / "files" / n["path"]).read_text()) for n in named]
+        paths = [point["samples.path"] for point in self.points if "samples.path" in point]
+        return [json.loads((self.folder / "files" / path).read_text()) for path in paths]
 
 
 def offline_runs(output_dir: Path) -> list[OfflineRun]:

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from accelerate.state import PartialState
 from training import make_double, train
 
 from selfdraft.train import engine, setup
@@ -63,5 +64,7 @@ def work(config: str, out: str, double: bool) -> None:
 
 
 if __name__ == "__main__":
+    # The jobs share one group: a second one of the same name would meet the first one's addresses.
+    PartialState.destroy_process_group = lambda *_: None
     for job in json.loads(Path(sys.argv[1]).read_text()):
         work(*job)

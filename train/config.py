@@ -184,7 +184,7 @@ class TrainConfig(Section):
     schedule: ScheduleConfig
     tracking: TrackingConfig = TrackingConfig()
     output_dir: str = Field(min_length=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     resume: str = "none"
 
     @property

@@ -1,5 +1,4 @@
-"""Answers of the head that is being trained, with the tokens it drafted marked: what trackers show.
-"""
+"""Answers of the head in training, its drafted tokens marked: what trackers show."""
 
 from __future__ import annotations
 

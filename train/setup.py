@@ -122,7 +122,11 @@ def describe(documents: Documents) -> str:
 
 
 def build_head(config: TrainConfig, target: TargetModel, documents: list[Document]) -> Head:
-    """A new head, its parameters drawn from the run's seed."""
+    """A new head, its parameters drawn from the run's seed.
+
+    Raises:
+        InputError: sizes for which there is no memory.
+    """
     spec, size, draft_ids = target.spec, config.head.draft_vocab, None
     if size is not None and size < spec.vocab_size:
         counts_V = token_counts(documents, spec.vocab_size)
@@ -130,7 +134,14 @@ def build_head(config: TrainConfig, target: TargetModel, documents: list[Documen
         share = coverage(counts_V, draft_ids)
         say(f"draft vocabulary: {size} of {spec.vocab_size} ids, {share:.1%} of the answers")
     set_seed(config.seed)
-    head = HEADS[config.head.kind](config.head, spec, draft_ids)
+    try:
+        head = HEADS[config.head.kind](config.head, spec, draft_ids)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that no tensor has
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"a {config.head.kind} head of these sizes cannot be built: {reason}",
+            "Make head.width, head.layers or head.depth smaller.",
+        ) from None
     if initialise := getattr(head, "init_from_target", None):
         rows = None if draft_ids is None else draft_ids.to(spec.device)
         initialise(target.lm_head_rows(rows))

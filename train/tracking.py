@@ -251,7 +251,9 @@ class TensorBoardTracker(Tracker):
         """See `Tracker.log_samples`: a text."""
         if self.live:
             with self.guarded():
-                blocks = [f"> {s.prompt}\n\n{s.text} ({s.tau:.2f} tokens a round)" for s in samples()]
+                blocks = [
+                    f"> {s.prompt}\n\n{s.text} ({s.tau:.2f} tokens a round)" for s in samples()
+                ]
                 self.writer.add_text("samples", "\n\n".join(blocks), step)
 
 

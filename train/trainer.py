@@ -7,10 +7,7 @@ DeepSpeed plugin would empty models that load after it.
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +33,7 @@ from .engine import make_engine
 from .evaluate import evaluate
 from .recording import RecordedStates
 from .samples import make_samples
+from .signals import caught_signals
 from .step import Batches, Stepper, learning_rate
 from .tracking import MetricsFile, check_tracker, is_main, make_tracker, say
 
@@ -278,24 +276,3 @@ class Trainer:
         """The highest signal that any process received, 0 for none."""
         mine = torch.tensor(max(received, default=0), device=self.accelerator.device)
         return int(self.accelerator.reduce(mine, "max"))
-
-
-@contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying; a second one of a kind kills as usual."""
-    received: list[int] = []
-    previous: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.getsignal(number)
-            signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for caught, handler in previous.items():
-            signal.signal(caught, handler)

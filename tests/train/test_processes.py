@@ -122,7 +122,7 @@ def assert_equal_in_double(one: dict, other: dict) -> None:
 
 def assert_equal_gradients(one: list, other: list) -> None:
     size = max(float(g.abs().max()) for g in one)
-    assert size > 1e-3
+    assert size > 1e-5
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5 * size)
 
 

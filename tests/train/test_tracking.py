@@ -238,16 +238,25 @@ def test_tensorboard(tmp_path):
     assert {"samples/text_summary", "config/text_summary"} <= set(events.Tags()["tensors"])
 
 
-def test_accepted_tokens_are_marked(tmp_path):
-    """By a drafter that knows the answer: all but the last token of each round."""
-    target = tiny()
-    prompt, (text,) = PROMPTS[1], plain(target, [PROMPTS[1]], 12)
-    sample = answer(target, script(target, pattern=[2, 0]), prompt, 12)
-    pieces = [text[:1], text[1:3], text[3:5], text[5:7], text[7:9], text[9:11], text[11:]]
-    decoded = [target.tokenizer.decode(piece) for piece in pieces]
-    expected = "".join(f"⟦{t}⟧" if i % 2 else t for i, t in enumerate(decoded))
-    assert sample.tokens == 12 and sample.text == expected
-    assert sample.tau == pytest.approx(11 / 6)
+class Letters:
+    """A tokenizer of one letter an id."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(ord("a") + i % 26) for i in ids)
+
+
+def test_accepted_tokens_are_marked(monkeypatch):
+    """By a drafter that knows the answer: rounds of 2 accepted tokens and of none, each with one
+    token of the target's own behind them."""
+    target, prompt = tiny(), PROMPTS[1]
+    (ids,) = plain(target, [prompt], 12)
+    drafter = script(target, pattern=[2, 0])
+    monkeypatch.setattr(target, "tokenizer", Letters())
+    sample, text = answer(target, drafter, prompt, 12), Letters().decode(ids)
+    runs = [text[:1], text[1:3], text[3:5], text[5:7], text[7:9], text[9:11], text[11:]]
+    assert sample.text == "".join(f"⟦{t}⟧" if i % 2 else t for i, t in enumerate(runs))
+    assert (sample.tokens, sample.prompt) == (12, Letters().decode(prompt))
+    assert sample.tau == pytest.approx(11 / 5)
 
 
 def test_nothing_is_tracked_unless_asked(tmp_path):
