@@ -214,10 +214,11 @@ def run(options: argparse.Namespace) -> int:
     rows = [in_a_process(options, config.head.kind, "yardstick")]
     for kind in kinds:
         rows += [in_a_process(options, kind, mode) for mode in ("cached", "online")]
-    for row in rows:
-        row["vs_yardstick"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-    facts = [row.pop("conditions") for row in rows].pop(0)
+    facts = rows[0]["conditions"]
     facts.pop("peak_memory_gb")
+    for row in rows:
+        del row["conditions"]
+        row["vs_yardstick"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
     report = {"conditions": facts, "rows": rows}
     show(report)
     if options.json:
