@@ -89,14 +89,14 @@ def two(runs) -> Runs:
     ]
     file = runs.root / "jobs.json"
     file.write_text(json.dumps(jobs))
-    process, give_up = start(2, WORKER, str(file)), time.monotonic() + 200
+    process, give_up = start(2, WORKER, str(file)), time.monotonic() + 400
     ended = runs.root / "ended" / "run" / "metrics.jsonl"
     while not (ended.exists() and len(ended.read_text().splitlines()) > 3):
         if process.poll() is not None or time.monotonic() > give_up:
             pytest.fail(finish(process))
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    (runs.root / "printed").write_text(process.communicate(timeout=60)[0])
+    (runs.root / "printed").write_text(process.communicate(timeout=120)[0])
     return runs
 
 
@@ -110,7 +110,7 @@ def zero(runs) -> Runs:
     schedule = {**SINGLE, "batch_size": 2}
     file = runs.root / "zero.json"
     file.write_text(json.dumps([runs.job("zero", False, schedule=schedule, resume="latest")]))
-    finish(start(2, WORKER, str(file), **zero2(runs.root)))
+    finish(start(2, WORKER, str(file), **zero2(runs.root)), seconds=400)
     return runs
 
 
