@@ -88,8 +88,11 @@ def our_step(config: TrainConfig, target: TargetModel, mode: str) -> tuple[Step,
     features = Timed(source)
     optimizer = setup.build_optimizer(head, config.optim)
     stepper = Stepper(make_engine(accelerator, head, optimizer, config.optim.clip), features)
-    lr = config.optim.lr
-    return lambda rows, number: stepper([rows], number, lr) and None, features
+
+    def step(rows: list[Document], number: int) -> None:
+        stepper([rows], number, config.optim.lr)
+
+    return step, features
 
 
 class Yardstick(nn.Module):

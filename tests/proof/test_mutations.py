@@ -20,7 +20,7 @@ from training import make_config, train, write_data
 from selfdraft.heads.errors import InputError
 from selfdraft.train.config import TrainConfig, load_config
 
-COUNT, SLICE, SECONDS = 500, 25, 60
+COUNT, SLICE, SECONDS = 500, 15, 60
 VALUES = [-1, 0, 1, 2, 3, 0.5, 1e-5, 2**64, True, None, "", "x", "1", "2e-5", [], [1], {}]
 VALUES += [{"a": 1}, float("nan"), float("inf"), "none", "é" * 40]
 RUNAWAY = {"steps", "batch_size", "accumulate"}  # a giant here is a long run, and no fault

@@ -1,10 +1,11 @@
-"""Runs a command that kills itself: `victim.py PATTERN NUMBER SECONDS SCRIPT ARGS`.
+"""Runs a command that kills itself: `victim.py PLACE NUMBER SECONDS SCRIPT ARGS`.
 
 The run says what it does in audit events of Python: opening and renaming files, and each step.
-SECONDS after the NUMBER-th event that PATTERN is found in, the process gets SIGKILL.  NUMBER 0
-kills nothing and prints how many such events there were.
+SECONDS after the NUMBER-th event of PLACE the process gets SIGKILL.  NUMBER 0 kills nothing; the
+last line printed counts the events of every place.
 """
 
+import json
 import os
 import re
 import runpy
@@ -14,23 +15,26 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from proof.places import PLACES
+
 ROOT = Path(__file__).parents[2]
 
 
 class Executioner:
     """Counts events and, at the right one, starts the clock."""
 
-    def __init__(self, pattern: str, number: int, seconds: float) -> None:
-        self.pattern, self.number, self.seconds = re.compile(pattern), number, seconds
-        self.seen = 0
+    def __init__(self, place: str, number: int, seconds: float) -> None:
+        self.place, self.number, self.seconds = place, number, seconds
+        self.seen = dict.fromkeys(PLACES, 0)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename", "os.mkdir", "selfdraft.step"):
             return
-        if self.pattern.search(f"{event} {arguments}"):
-            self.seen += 1
-            if self.seen == self.number:
-                threading.Timer(self.seconds, self.kill).start()
+        for name, place in PLACES.items():
+            if re.search(place.pattern, f"{event} {arguments}"):
+                self.seen[name] += 1
+                if (name, self.seen[name]) == (self.place, self.number):
+                    threading.Timer(self.seconds, self.kill).start()
 
     def kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -50,12 +54,12 @@ def announce_steps() -> None:
 
 
 if __name__ == "__main__":
-    pattern, number, seconds, script, *rest = sys.argv[1:]
-    executioner = Executioner(pattern, int(number), float(seconds))
+    place, number, seconds, script, *rest = sys.argv[1:]
+    executioner = Executioner(place, int(number), float(seconds))
     announce_steps()
     sys.addaudithook(executioner)
     sys.argv = [script, *rest]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
-        print(f"events: {executioner.seen}")
+        print(json.dumps(executioner.seen))
