@@ -124,7 +124,8 @@ class Trainer:
         )
         self.stepper = Stepper(self.engine, self.features)
         self.tau = best_tau(self.output)
-        self.tracker = make_tracker(accelerator, config, found and found.state.get("tracker_id"))
+        run_id = found.state.get("tracker_id") if found else None
+        self.tracker = make_tracker(accelerator, config, run_id)
         if is_main():
             self.output.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
