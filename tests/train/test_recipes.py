@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from itertools import takewhile
 
 import pytest
 import yaml
@@ -25,7 +26,7 @@ KINDS = {
 def launch_line(recipe) -> tuple[dict[str, str], list[str]]:
     """Variables and words of the first line."""
     words = shlex.split(recipe.read_text().splitlines()[0].removeprefix("# "))
-    variables = [word for word in words if word.partition("=")[0].isupper()]
+    variables = list(takewhile(lambda word: "=" in word, words))
     return dict(word.split("=") for word in variables), words[len(variables) :]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from training import make_config, metrics, train, write_data
 
@@ -243,6 +244,8 @@ def test_broken_checkpoints_are_passed_over_with_a_warning(copy):
 )
 def test_latest_is_the_highest_number_and_pruning_spares_strangers(copy, keep, left):
     """R7."""
+    with pytest.raises(ValidationError, match="keep_last"):
+        make_config(copy, schedule={"keep_last": -2})
     folder = copy / "run" / "checkpoints"
     shutil.copytree(folder / "step-8", copy / "one")
     (copy / "run" / "head.json").unlink()
