@@ -71,9 +71,11 @@ def masked_chat(messages: list[Message], target: TargetModel) -> tuple[list[int]
     adds after it, such as a newline, is not learned from.
 
     Raises:
-        RowError: the template refuses the messages, or its text for an earlier part is not a
+        RowError: nothing was asked, the template refuses the messages, or its text for an earlier part is not a
             prefix of its text for the whole.
     """
+    if messages[0]["role"] == "assistant":
+        raise RowError("messages begin with an assistant turn")
     try:
         ids = target.chat_ids(messages, add_generation_prompt=False)
         mask = [False] * len(ids)

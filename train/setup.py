@@ -97,7 +97,8 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig, autocast: b
     (see step.py)."""
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     stage = settings["zero_optimization"]["stage"]
-    if stage > 2 or "offload_optimizer" in settings["zero_optimization"]:
+    offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    if stage > 2 or offload != "none":
         raise InputError(
             f"the DeepSpeed config asks for ZeRO stage {stage} or an offloaded optimizer",
             "Use stage 2, as configs/accelerate/zero2.yaml does: only the head is trained.",
