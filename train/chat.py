@@ -71,8 +71,8 @@ def masked_chat(messages: list[Message], target: TargetModel) -> tuple[list[int]
     adds after it, such as a newline, is not learned from.
 
     Raises:
-        RowError: nothing was asked, the template refuses the messages, or its text for an earlier part is not a
-            prefix of its text for the whole.
+        RowError: nothing was asked, the template refuses the messages, or its text for an earlier
+            part is not a prefix of its text for the whole.
     """
     if messages[0]["role"] == "assistant":
         raise RowError("messages begin with an assistant turn")
