@@ -74,10 +74,10 @@ def masked_chat(messages: list[Message], target: TargetModel) -> tuple[list[int]
         RowError: nothing was asked, the template refuses the messages, or its text for an earlier
             part is not a prefix of its text for the whole.
     """
-    if messages[0]["role"] == "assistant":
-        raise RowError("messages begin with an assistant turn")
     try:
         ids = target.chat_ids(messages, add_generation_prompt=False)
+        if messages[0]["role"] == "assistant":
+            raise RowError("messages begin with an assistant turn")
         mask = [False] * len(ids)
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
