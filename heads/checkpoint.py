@@ -26,16 +26,23 @@ WEIGHTS, DESCRIPTION = "model.safetensors", "head.json"
 SIZES = ("model_type", "hidden_size", "num_layers", "vocab_size")
 
 
-def save_head(folder: str | Path, head: Head, **notes: Any) -> None:
+def save_head(
+    folder: str | Path,
+    head: Head,
+    weights: dict[str, torch.Tensor] | None = None,
+    **notes: Any,
+) -> None:
     """Writes `head` to `folder`; the target's tensors are not part of it.
 
     Args:
+        weights: the head's state dict, where `head` itself holds shards of it.
         notes: further JSON values for head.json, such as the trained length.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Clones: tensors that share storage cannot be written.
-    tensors = {name: t.detach().cpu().clone() for name, t in head.state_dict().items()}
+    weights = head.state_dict() if weights is None else weights
+    tensors = {name: t.detach().cpu().clone() for name, t in weights.items()}
     replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
     description = {
         "format": FORMAT,
@@ -147,6 +154,8 @@ def check_target(
     differing = [k for k in differing if trained[k] != met[k]]
     if differing and not allow_other:
         what = "another tokenizer" if differing == ["tokenizer"] else "other weights"
+        if trained.get("adapter_fingerprint") != met.get("adapter_fingerprint"):
+            what = f"adapter {trained.get('adapter')!r} there, {met.get('adapter')!r} here"
         raise InputError(
             f"{where} was made for another target than {_named(met)}: {what} "
             f"({differing[0]} {trained[differing[0]]} there, {met[differing[0]]} here)",

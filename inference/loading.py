@@ -8,11 +8,13 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ..heads.checkpoint import sha256
@@ -154,15 +156,48 @@ def _cache_folder() -> Path:
 
 
 def _with_adapter(model: nn.Module, adapter: str) -> nn.Module:
+    """The model with an adapter merged into its weights or, where its kind has no merge, with the
+    adapter's layers in place.
+
+    Raises:
+        InputError: a kind that works outside of the layers, so that this model would not be the
+            adapted one (virtual tokens, gates by task or by token).
+    """
     from peft import PeftModel
 
-    wrapped: Any = PeftModel.from_pretrained(model, adapter)
-    if not hasattr(wrapped.base_model, "merge_and_unload"):
-        raise InputError(
-            f"adapter {adapter!r} is of a kind that cannot be merged into the weights",
-            "Use a LoRA-like adapter.",
-        )
-    return wrapped.merge_and_unload()
+    wrapped: Any = PeftModel.from_pretrained(model, adapter).eval()
+    kind = wrapped.active_peft_config.peft_type.value
+    refusal = InputError(
+        f"adapter {adapter!r} is of kind {kind}, which works outside of the model's layers",
+        "Use one that changes layers alone, such as LoRA, DoRA, IA3, OFT or VeRA.",
+    )
+    ids = torch.arange(8)[None] * 7 % model.config.vocab_size  # type: ignore[union-attr, operator]
+    with torch.no_grad():
+        try:
+            wanted = wrapped(input_ids=ids).logits
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            raise refusal from None
+        try:
+            adapted = wrapped.merge_and_unload()
+        except (AttributeError, NotImplementedError):
+            adapted = wrapped.get_base_model()
+        found = adapted(input_ids=ids).logits
+    tolerance = (1e-3 if wanted.dtype == torch.float32 else 0.1) * float(wanted.abs().max())
+    if found.shape != wanted.shape or float((found - wanted).abs().max()) > tolerance:
+        raise refusal
+    return adapted
+
+
+def has_adapter_layers(model: nn.Module) -> bool:
+    """Are there layers of an adapter that was not merged, which read the weights they wrap?"""
+    return any(hasattr(module, "base_layer") for module in model.modules())
+
+
+def adapter_fingerprint(adapter: str) -> str:
+    """A hash of an adapter's weights, by name."""
+    from peft.utils import load_peft_weights
+
+    return _digest(load_peft_weights(adapter, device="cpu").items())
 
 
 def random_model(fields: dict[str, Any], seed: int, dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -214,8 +249,12 @@ def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     Args:
         dtype: round to this first, so that equal weights stored in other dtypes agree.
     """
+    return _digest(model.named_parameters(), dtype)
+
+
+def _digest(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.named_parameters()):
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
         weight = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous()
         digest.update(json.dumps([name, list(weight.shape), str(weight.dtype)]).encode())
         digest.update(weight.view(-1).view(torch.uint8).numpy().data)

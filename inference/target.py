@@ -92,7 +92,7 @@ class TargetModel:
         Args:
             model: hub id, local folder, or package://NAME.
             gguf_file: a file in that folder, dequantised to `dtype`.
-            adapter: a peft adapter, merged into the weights.
+            adapter: a peft adapter: its folder or hub id.
             random: instead of `model`, a transformers config initialised from `seed`.
             pack: run fp32 linears on a CPU with reordered weights.
         Raises:
@@ -112,10 +112,12 @@ class TargetModel:
         named: dict[str, Any] = {"model": model, "gguf_file": gguf_file, "revision": revision}
         named |= {
             "adapter": adapter,
+            "adapter_fingerprint": adapter and loading.adapter_fingerprint(adapter),
             "random": random,
             "seed": seed if random is not None else None,
         }
         loaded.requires_grad_(False)
+        pack = pack and not loading.has_adapter_layers(loaded)
         return cls(loaded.to(place), tokenizer, pack=pack, named=named)
 
     # -- what it is ------------------------------------------------------------------------------

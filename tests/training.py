@@ -9,6 +9,7 @@ import fixtures
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from selfdraft.heads import HEADS, Head
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.config import TrainConfig
 from selfdraft.train.packing import Document
@@ -90,4 +91,14 @@ def make_target(**fields: Any) -> TargetModel:
 def make_double() -> TargetModel:
     """The tiny target in float64."""
     target = TargetModel.load(random=LLAMA, dtype="float32", device="cpu", pack=False)
-    return TargetModel(target.model.double())
+    return TargetModel(target.model.double(), target.tokenizer)
+
+
+def random_head(target: TargetModel, kind: str = "hydra", **fields) -> Head:
+    """A head whose zero-initialised parts are drawn, so that every gradient is there."""
+    torch.manual_seed(3)
+    cls = HEADS[kind]
+    head = cls(cls.Config(kind=kind, depth=3, taps=[1, 2], draft_vocab=None, **fields), target.spec)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return head

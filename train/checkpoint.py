@@ -70,8 +70,9 @@ def save(
         its folder.
     """
     folder = Path(output_dir) / "checkpoints" / f"step-{state['step']}"
+    for left_by_a_kill in folder.parent.glob(".step-*"):
+        shutil.rmtree(left_by_a_kill)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     # Clones: tensors that share storage cannot be written.
     tensors = {name: t.detach().cpu().clone() for name, t in weights.items()}
@@ -142,14 +143,17 @@ def latest(output_dir: str | Path) -> Checkpoint | None:
 
 
 def prune(output_dir: str | Path, keep_last: int) -> None:
-    """Deletes all but the `keep_last` highest whole checkpoints, never the highest of them;
-    -1 keeps all.  Folders with other names, and broken ones, are left alone."""
+    """Deletes all but the `keep_last` highest whole checkpoints, never the highest of them nor the
+    one that the best head (in output_dir itself) was saved at; -1 keeps all.  Folders with other
+    names, and broken ones, are left alone."""
     newest = None if keep_last < 0 else latest(output_dir)
     if newest is None:
         return
-    found = [folder for _, folder in numbered(output_dir) if (folder / COMPLETE).is_file()]
-    for folder in found[max(1, keep_last) :]:
-        if folder != newest.folder:
+    output = Path(output_dir)
+    best = read_description(output).get("step") if (output / DESCRIPTION).is_file() else None
+    found = [(n, folder) for n, folder in numbered(output) if (folder / COMPLETE).is_file()]
+    for number, folder in found[max(1, keep_last) :]:
+        if folder != newest.folder and number != best:
             # Without this file it is no checkpoint any more, whenever the deletion is cut short.
             (folder / COMPLETE).unlink()
             shutil.rmtree(folder)

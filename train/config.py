@@ -88,13 +88,17 @@ class ScheduleConfig(Section):
 
 class TrackingConfig(Section):
     """Attributes:
-    mode: auto is online with an API key, else offline.
+    project, name, mode: of W&B; mode auto is online with an API key, else offline.
+    samples: held-out prompts that are answered whenever the head has become better.
+    sample_tokens: new tokens of each.
     """
 
-    tracker: Literal["none", "wandb"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
     project: str = "selfdraft"
     name: str | None = None
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    samples: int = Field(default=4, ge=0)
+    sample_tokens: int = Field(default=48, ge=1)
 
 
 def _head_config(value: Any) -> HeadConfig:
@@ -129,7 +133,7 @@ class TrainConfig(Section):
     schedule: ScheduleConfig
     tracking: TrackingConfig = TrackingConfig()
     output_dir: str = Field(min_length=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     resume: str = "none"
 
     @property

@@ -5,6 +5,7 @@ Shape suffixes: K depths.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -70,13 +71,17 @@ def evaluate(
     accelerator: Accelerator,
 ) -> dict[str, Any]:
     """`Tally.means` over `documents`, each counted once whatever the number of processes."""
-    tally = Tally(head.config.depth, accelerator.device)
-    mine = documents[accelerator.process_index :: accelerator.num_processes]
+    tally, world = Tally(head.config.depth, accelerator.device), accelerator.num_processes
+    mine = documents[accelerator.process_index :: world]
     head.eval()
-    for start in range(0, len(mine), batch_size):
+    # Forwards of a sharded head are collective: all processes take as many as the first.
+    for start in range(0, math.ceil(len(documents) / world), batch_size):
         rows = mine[start : start + batch_size]
-        batch = to_device(features.collate(rows), accelerator.device)
-        tally.add(head(batch, features.get(rows)), head.counts(batch))
+        shown = rows or documents[:1]
+        batch = to_device(features.collate(shown), accelerator.device)
+        out = head(batch, features.get(shown))
+        if rows:
+            tally.add(out, head.counts(batch))
     head.train()
     tally.reduce(accelerator)
     return tally.means(head.loss_weights())

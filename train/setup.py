@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from ..heads import HEADS, Head, InputError
 from ..heads.checkpoint import DESCRIPTION, check_target, read_description
@@ -18,6 +18,7 @@ from ..inference.target import TargetModel
 from .checkpoint import Checkpoint
 from .config import OptimConfig, TrainConfig
 from .data import Documents, token_counts
+from .engine import Engine, uses_deepspeed
 from .packing import Document
 from .tracking import say
 
@@ -69,14 +70,59 @@ def check_run_target(found: Checkpoint | None, target: TargetModel, config: Trai
 
 
 def make_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:
-    """On the target's device; bf16 autocast over float32 weights but for float32 on a CPU."""
-    cpu = target.spec.device.type == "cpu"
+    """On the target's device; bf16 autocast over float32 weights but for float32 on a CPU.
+
+    Raises:
+        InputError: a way of launching that would be ignored or is not supported.
+    """
+    cpu, zero = target.spec.device.type == "cpu", uses_deepspeed()
+    if cpu and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise InputError(
+            "FSDP is asked for and the target is on a CPU, where accelerate would ignore it",
+            "Launch with torchrun (DDP) or configs/accelerate/zero2_cpu.yaml.",
+        )
     plain = cpu and target.spec.dtype in (torch.float32, torch.float64)
-    return Accelerator(
-        cpu=cpu,
-        mixed_precision="no" if plain else "bf16",
-        log_with="wandb" if config.tracking.tracker == "wandb" else None,
+    backend = [InitProcessGroupKwargs(backend="gloo")] if cpu and zero else []
+    if cpu and zero:
+        _compile_nothing()
+    tracker = config.tracking.tracker
+    accelerator = Accelerator(
+        cpu=cpu and not zero,  # which would drop the DeepSpeed config without a word
+        mixed_precision="no" if plain or zero else "bf16",
+        log_with=None if tracker == "none" else tracker,
+        project_dir=config.output_dir,
+        kwargs_handlers=backend,
     )
+    if zero:
+        _set_up_deepspeed(accelerator, config, autocast=not plain)
+    return accelerator
+
+
+def _compile_nothing() -> None:
+    """DeepSpeed would build a shared-memory reduction with the machine's C++ compiler, minutes at
+    each first start and never where there is none; gloo's own serves as well."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig, autocast: bool) -> None:
+    """Hands our settings to DeepSpeed: weights stay float32, accumulation and averaging are ours
+    (see step.py)."""
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    stage = settings["zero_optimization"]["stage"]
+    offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    if stage > 2 or offload != "none":
+        raise InputError(
+            f"the DeepSpeed config asks for ZeRO stage {stage} or an offloaded optimizer",
+            "Use stage 2, as configs/accelerate/zero2.yaml does: only the head is trained.",
+        )
+    settings |= {
+        "train_micro_batch_size_per_gpu": config.schedule.batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optim.clip,
+        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
+    }
 
 
 def describe(documents: Documents) -> str:
@@ -94,7 +140,11 @@ def describe(documents: Documents) -> str:
 
 
 def build_head(config: TrainConfig, target: TargetModel, documents: list[Document]) -> Head:
-    """A new head, its parameters drawn from the run's seed."""
+    """A new head, its parameters drawn from the run's seed.
+
+    Raises:
+        InputError: sizes for which there is no memory.
+    """
     spec, draft_ids = target.spec, None
     counts_V = token_counts(documents, spec.vocab_size)
     size = draft_size(counts_V, config.head.draft_vocab, config.head.draft_coverage)
@@ -103,7 +153,14 @@ def build_head(config: TrainConfig, target: TargetModel, documents: list[Documen
         share = coverage(counts_V, draft_ids)
         say(f"draft vocabulary: {size} of {spec.vocab_size} ids, {share:.1%} of the answers")
     set_seed(config.seed)
-    head = HEADS[config.head.kind](config.head, spec, draft_ids)
+    try:
+        head = HEADS[config.head.kind](config.head, spec, draft_ids)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that no tensor has
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"a {config.head.kind} head of these sizes cannot be built: {reason}",
+            "Make head.width, head.layers or head.depth smaller.",
+        ) from None
     head.init_from_target(target.weights)
     say(f"head: {head.kind}, {sum(p.numel() for p in head.parameters()):,} parameters")
     return head
@@ -131,13 +188,9 @@ def build_optimizer(head: Head, config: OptimConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(head.parameters(), **_adamw(config))
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, config: OptimConfig, found: Checkpoint
-) -> None:
+def restore_optimizer(engine: Engine, config: OptimConfig, found: Checkpoint) -> None:
     """Takes up the moments of `found`; the settings stay those of the config."""
-    optimizer.load_state_dict(found.optimizer())
-    for group in optimizer.param_groups:
-        group.update(_adamw(config))
+    engine.load_moments(found.optimizer(), **_adamw(config))
 
 
 def _adamw(config: OptimConfig) -> dict[str, Any]:

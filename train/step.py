@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..heads import Head, InputError
+from .engine import Engine
 from .evaluate import Tally, to_device
 from .features import FeatureSource
 from .packing import Document, row_order
@@ -85,21 +84,11 @@ class Stepper:
         grad_norm: of the last step, before clipping.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        head: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        features: FeatureSource,
-        clip: float,
-    ) -> None:
-        """Args:
-        head: as prepared by the accelerator.
-        """
-        self.accelerator, self.head, self.optimizer = accelerator, head, optimizer
-        self.features, self.clip, self.skipped = features, clip, 0
-        self.module: Head = accelerator.unwrap_model(head)
-        self.tally, self.grad_norm = Tally(self.module.config.depth, accelerator.device), 0.0
+    def __init__(self, engine: Engine, features: FeatureSource) -> None:
+        self.engine, self.accelerator, self.features = engine, engine.accelerator, features
+        self.module: Head = self.accelerator.unwrap_model(engine.head)
+        self.tally, self.grad_norm = Tally(self.module.config.depth, self.accelerator.device), 0.0
+        self.skipped = 0
 
     def __call__(self, micro: list[list[Document]], step: int, lr: float) -> bool:
         """Takes step `step` on this process's micro-batches.
@@ -111,16 +100,8 @@ class Stepper:
             InputError: the last of PATIENCE such steps in a row.
         """
         self._backward(micro)
-        norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.clip)
-        self.grad_norm = float(norm)
-        self.tally.reduce(self.accelerator)
-        # Sums and gradients were both reduced, so all processes see the same numbers here.
-        fine = self.tally.finite() and math.isfinite(self.grad_norm)
-        if fine:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.grad_norm = self.engine.step(lr)
+        fine = math.isfinite(self.grad_norm)
         self.skipped = 0 if fine else self.skipped + 1
         if not fine:
             self._report([d for rows in micro for d in rows], step)
@@ -131,22 +112,31 @@ class Stepper:
         batches = [to_device(self.features.collate(rows), device) for rows in micro]
         counts = [self.module.counts(batch) for batch in batches]
         total_K = self.accelerator.reduce(torch.stack(counts).sum(0), "sum")
-        # Times the number of processes: DDP averages gradients over them.
+        # Times the number of processes: the engine averages gradients over them.
         scale_K = depth_scales(self.module.loss_weights().to(device), total_K) * world
         self.tally = Tally(len(total_K), device)
         for number, (rows, batch) in enumerate(zip(micro, batches, strict=True), start=1):
             last = number == len(micro)
-            with nullcontext() if last else self.accelerator.no_sync(self.head):
-                out = self.head(batch, self.features.get(rows))
-                self.accelerator.backward((out["loss"] * scale_K).sum())
-            self.tally.add(out, counts[number - 1])
+            with self.engine.micro_step(last):
+                out = self.engine.head(batch, self.features.get(rows))
+                self.tally.add(out, counts[number - 1])
+                loss = (out["loss"] * scale_K).sum()
+                if last:
+                    self.tally.reduce(self.accelerator)
+                    # All processes see these sums: bad ones spoil every gradient, and no engine
+                    # takes such a step.
+                    loss = loss if self.tally.finite() else loss * torch.nan
+                self.engine.backward(loss)
 
     def _report(self, documents: list[Document], step: int) -> None:
         """Names the rows at fault, from all processes."""
         faults = [fault for row in documents for fault in self._faults(row)]
         faults = gather_object(faults)
         named = "; ".join(faults) or "no single row is at fault, their sum overflows"
-        message = f"step {step} was skipped, its loss or gradient is not finite: {named}"
+        message = (
+            f"step {step} of the {self.module.kind} head was skipped, its loss or gradient is not "
+            f"finite: {named}"
+        )
         if self.skipped >= PATIENCE:
             raise InputError(
                 f"{PATIENCE} steps in a row were not finite; {message}",

@@ -1,4 +1,7 @@
-"""What a run reports: lines on the terminal, metrics.jsonl, and Weights & Biases when asked."""
+"""What a run reports: lines on the terminal, metrics.jsonl, and W&B or TensorBoard when asked.
+
+A tracker never stops training: what it raises is one warning, and metrics.jsonl has everything.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,20 @@ import netrc
 import os
 import secrets
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import yaml
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from ..heads import InputError
-from ..heads.checkpoint import replace_file
+from ..heads.checkpoint import DESCRIPTION, WEIGHTS, replace_file
 from .config import TrackingConfig, TrainConfig
+from .samples import COLUMNS, Sample
 
 METRICS = "metrics.jsonl"
 
@@ -65,17 +72,29 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def wandb_mode(config: TrackingConfig) -> str:
-    """The mode of W&B, with `auto` resolved; decided before anything slow, and never by a prompt.
+def check_tracker(config: TrackingConfig) -> None:
+    """Before anything slow: is the tracker there, and can it be used as asked?
 
     Raises:
-        InputError: wandb is not installed, or online without an API key.
+        InputError: it is not installed, or W&B is to be online and there is no API key.
     """
-    if importlib.util.find_spec("wandb") is None:
+    if config.tracker == "none":
+        return
+    if importlib.util.find_spec(config.tracker) is None:
         raise InputError(
-            "tracking.tracker is wandb, which is not installed",
-            'Install it (pip install "selfdraft[wandb]") or set tracking.tracker=none.',
+            f"tracking.tracker is {config.tracker}, which is not installed",
+            f'Install it (pip install "selfdraft[{config.tracker}]") or set tracking.tracker=none.',
         )
+    if config.tracker == "wandb":
+        wandb_mode(config)
+
+
+def wandb_mode(config: TrackingConfig) -> str:
+    """The mode of W&B, with `auto` resolved; never by a prompt.
+
+    Raises:
+        InputError: online without an API key.
+    """
     mode: str = config.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
@@ -100,63 +119,150 @@ def _has_key() -> bool:
 
 
 class Tracker:
-    """W&B through accelerate, or nothing.
+    """Nothing is tracked; and what trackers have in common.
 
     Attributes:
-        run_id: kept in checkpoints, so that a resumed run goes on under the same id; None when
-            nothing is tracked.
+        run_id: kept in checkpoints, so that a resumed run goes on under the same id; None where
+            the tracker has no ids.
     """
 
-    def __init__(self, accelerator: Accelerator, config: TrainConfig, run_id: str | None) -> None:
-        self.accelerator, self.run_id, self.warned = accelerator, None, False
-        if config.tracking.tracker != "wandb":
-            return
-        self.run_id, mode = run_id or secrets.token_hex(4), wandb_mode(config.tracking)
-        if mode == "offline":
-            say(f"wandb: offline, kept in {config.output_dir}/wandb; `wandb sync` sends it later")
-        options = {
-            "id": self.run_id,
-            "resume": "allow",
-            "name": config.tracking.name,
-            "mode": mode,
-            "dir": config.output_dir,
-        }
-        try:
-            accelerator.init_trackers(
-                config.tracking.project, config.model_dump(mode="json"), {"wandb": options}
-            )
-        except Exception as error:  # whatever a tracker raises: network, quota, its own service
-            raise InputError(
-                f"wandb does not start: {error}".replace("\n", " "),
-                "Check the network and the key, or set tracking.mode=offline.",
-            ) from None
-        if accelerator.is_main_process:
-            run = accelerator.get_tracker("wandb", unwrap=True)
-            # Our own axis: wandb's counter would refuse the steps that a resumed run repeats.
-            run.define_metric("step")
-            run.define_metric("*", step_metric="step")
+    run_id: str | None = None
+
+    def __init__(self, accelerator: Accelerator, config: TrainConfig) -> None:
+        self.accelerator, self.config = accelerator, config
+        self.live = self.warned = False
+
+    def start(self, step: int) -> None:
+        """Opens the run, which has done `step` steps."""
 
     def log(self, values: dict[str, Any]) -> None:
-        """Sends one point; lists become one curve an entry.  A tracker that fails is reported
-        once, and training goes on."""
-        if self.run_id is None:
-            return
-        try:
-            self.accelerator.log(_flat(values))
-        except Exception as error:  # tracking must never stop training
-            if not self.warned:
-                warnings.warn(
-                    f"tracking failed ({error}); training goes on, {METRICS} has everything",
-                    stacklevel=2,
-                )
-            self.warned = True
+        """Sends one point, `step` in it; lists become one curve an entry."""
+
+    def log_samples(self, step: int, samples: Callable[[], list[Sample]]) -> None:
+        """Shows generations of the head that is the best so far; they are made if asked for."""
+
+    def log_head(self, folder: Path) -> None:
+        """Keeps the final head."""
 
     def finish(self) -> None:
         """Closes the run and the process group."""
+        with self.guarded("did not close"):
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        self.accelerator.state.destroy_process_group()
+
+    @contextmanager
+    def guarded(self, what: str = "failed") -> Iterator[None]:
+        """Reports what a tracker raises (network, quota, its own service), once a run and at its
+        end."""
         try:
-            self.accelerator.end_training()
-        except Exception as error:  # see log
-            warnings.warn(f"tracking did not close: {error}", stacklevel=2)
+            yield
+        except Exception as error:
+            if not self.warned or what != "failed":
+                warnings.warn(
+                    f"tracking {what} ({error}); training goes on, {METRICS} has everything",
+                    stacklevel=4,
+                )
+            self.warned = True
+
+    def _open(self, project: str, config: dict[str, Any] | None, options: dict[str, Any]) -> bool:
+        """One try at starting accelerate's tracker."""
+        self.accelerator.trackers.clear()
+        with self.guarded("did not start"):
+            name = self.config.tracking.tracker
+            self.accelerator.init_trackers(project, config, {name: options})
+            return True
+        self.accelerator.trackers.clear()
+        return False
+
+
+class WandbTracker(Tracker):
+    """Weights & Biases: one run for all processes, and for all that are resumed from it."""
+
+    def __init__(self, accelerator: Accelerator, config: TrainConfig, run_id: str | None) -> None:
+        super().__init__(accelerator, config)
+        self.run_id, self.mode = run_id or secrets.token_hex(4), wandb_mode(config.tracking)
+
+    def start(self, step: int) -> None:
+        """See `Tracker.start`; a run that cannot start online is kept offline."""
+        config, folder = self.config, self.config.output_dir
+        options = {"id": self.run_id, "resume": "allow", "dir": folder}
+        options["name"] = config.tracking.name
+        resolved = config.model_dump(mode="json")
+        for mode in dict.fromkeys([self.mode, "offline"]):
+            self.live = self._open(config.tracking.project, resolved, options | {"mode": mode})
+            if self.live:
+                if mode == "offline":
+                    say(f"wandb: offline, kept in {folder}/wandb; `wandb sync` sends it later")
+                break
+        self.live &= is_main()
+        if self.live:
+            self.run = self.accelerator.get_tracker("wandb", unwrap=True)
+            # Our own axis: wandb's counter would refuse the steps that a resumed run repeats.
+            self.run.define_metric("step")
+            self.run.define_metric("*", step_metric="step")
+
+    def log(self, values: dict[str, Any]) -> None:
+        """See `Tracker.log`."""
+        if self.live:
+            with self.guarded():
+                self.run.log(_flat(values))
+
+    def log_samples(self, step: int, samples: Callable[[], list[Sample]]) -> None:
+        """See `Tracker.log_samples`: a Table."""
+        if self.live and self.mode != "disabled":
+            import wandb
+
+            with self.guarded():
+                table = wandb.Table(columns=list(COLUMNS), data=[list(s) for s in samples()])
+                self.run.log({"samples": table, "step": step})
+
+    def log_head(self, folder: Path) -> None:
+        """See `Tracker.log_head`: an Artifact."""
+        if self.live and self.mode != "disabled":
+            import wandb
+
+            with self.guarded():
+                artifact = wandb.Artifact(f"head-{self.run_id}", type="model")
+                for name in (DESCRIPTION, WEIGHTS):
+                    artifact.add_file(str(folder / name))
+                self.run.log_artifact(artifact)
+
+
+class TensorBoardTracker(Tracker):
+    """TensorBoard, below output_dir/tensorboard."""
+
+    def start(self, step: int) -> None:
+        """See `Tracker.start`; points after `step`, which a resumed run writes again, go."""
+        self.live = self._open("tensorboard", None, {"purge_step": step + 1}) and is_main()
+        if self.live:
+            self.writer = self.accelerator.get_tracker("tensorboard", unwrap=True)
+            text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+            with self.guarded():
+                self.writer.add_text("config", f"```yaml\n{text}```", step)
+
+    def log(self, values: dict[str, Any]) -> None:
+        """See `Tracker.log`."""
+        if self.live:
+            with self.guarded():
+                self.accelerator.log(_flat(values), step=values["step"])
+
+    def log_samples(self, step: int, samples: Callable[[], list[Sample]]) -> None:
+        """See `Tracker.log_samples`: a text."""
+        if self.live:
+            with self.guarded():
+                blocks = [
+                    f"> {s.prompt}\n\n{s.text} ({s.tau:.2f} tokens a round)" for s in samples()
+                ]
+                self.writer.add_text("samples", "\n\n".join(blocks), step)
+
+
+def make_tracker(accelerator: Accelerator, config: TrainConfig, run_id: str | None) -> Tracker:
+    """The tracker that the config asks for, not yet started."""
+    if config.tracking.tracker == "wandb":
+        return WandbTracker(accelerator, config, run_id)
+    kind = TensorBoardTracker if config.tracking.tracker == "tensorboard" else Tracker
+    return kind(accelerator, config)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, float]:

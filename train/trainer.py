@@ -7,11 +7,9 @@ DeepSpeed plugin would empty models that load after it.
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,10 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..heads import save_head
+from ..heads import InputError, save_head
 from ..heads.checkpoint import DESCRIPTION, read_description, replace_file
 from ..inference.target import TargetModel
 from . import checkpoint as checkpoints
@@ -30,9 +29,12 @@ from .checkpoint import Checkpoint
 from .config import TrainConfig
 from .data import Documents, check_data, load_documents
 from .distill import open_features
+from .engine import make_engine
 from .evaluate import evaluate
+from .samples import make_samples
+from .signals import caught_signals
 from .step import Batches, Stepper, learning_rate
-from .tracking import MetricsFile, Tracker, is_main, say, wandb_mode
+from .tracking import MetricsFile, check_tracker, is_main, make_tracker, say
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,7 @@ def run(config: TrainConfig) -> Result:
     found = checkpoints.find_resume(config)
     if found is not None and _finished(found, config):
         return Result(found.step, best_tau(config.output_dir))
-    if config.tracking.tracker == "wandb":
-        wandb_mode(config.tracking)
+    check_tracker(config.tracking)
     check_data(config)
     target = setup.load_target(config)
     setup.check_run_target(found, target, config)
@@ -98,12 +99,13 @@ class Trainer:
         found: Checkpoint | None,
     ) -> None:
         self.config, self.accelerator, self.documents = config, accelerator, documents
+        self.target = target
         self.step, self.output = 0 if found is None else found.step, Path(config.output_dir)
         self.module = setup.build_head(config, target, documents.train)
         if found is not None:
             self.module.load_state_dict(found.weights())
         optimizer = setup.build_optimizer(self.module, config.optim)
-        self.head, self.optimizer = accelerator.prepare(self.module, optimizer)
+        self.engine = make_engine(accelerator, self.module, optimizer, config.optim.clip)
         self.features = open_features(config, target, documents, self.module.taps)
         self.batches = Batches(
             documents.train,
@@ -113,16 +115,16 @@ class Trainer:
             accelerator.num_processes,
             config.data.bucket,
         )
-        self.stepper = Stepper(
-            accelerator, self.head, self.optimizer, self.features, config.optim.clip
-        )
+        self.stepper = Stepper(self.engine, self.features)
         self.tau = best_tau(self.output)
-        self.tracker = Tracker(accelerator, config, found.state["tracker_id"] if found else None)
+        run_id = found.state.get("tracker_id") if found else None
+        self.tracker = make_tracker(accelerator, config, run_id)
         if is_main():
             self.output.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
             replace_file(self.output / "config.yaml", lambda to: Path(to).write_text(text))
             self.metrics = MetricsFile(self.output, self.step)
+        self.tracker.start(self.step)
         self._restore(found)
 
     def _restore(self, found: Checkpoint | None) -> None:
@@ -130,7 +132,7 @@ class Trainer:
         set_seed(self.config.seed, device_specific=True)
         if found is None:
             return
-        setup.restore_optimizer(self.optimizer, self.config.optim, found)
+        setup.restore_optimizer(self.engine, self.config.optim, found)
         states = found.random_states()
         if self.accelerator.process_index < len(states):
             checkpoints.set_random_state(states[self.accelerator.process_index])
@@ -163,6 +165,8 @@ class Trainer:
                         name = signal.Signals(stop).name
                         say(f"{name}: step {self.step} is saved, resume=latest goes on from there")
                         raise SystemExit(128 + stop)
+            if is_main():
+                self.tracker.log_head(self.output)
         finally:
             self.tracker.finish()
         say(f"done: {self.step} steps, best head in {self.output}")
@@ -188,6 +192,7 @@ class Trainer:
                 "loss": means["loss"],
                 "loss_k": means["loss_k"],
                 "top1_k": means["top1"],
+                "acceptance_k": means["tau_by_depth"],
                 "tau": means["tau"],
                 "grad_norm": self.stepper.grad_norm,
                 "skipped": not fine,
@@ -205,23 +210,37 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measures held-out tau, and keeps the head where it is the best so far.  With nothing
         held out the last head is kept."""
-        if self.documents.eval:
-            found = evaluate(
-                self.module,
-                self.documents.eval,
-                self.features,
-                self.config.schedule.batch_size,
-                self.accelerator,
-            )
+        held_out, rows = self.documents.eval, self.config.schedule.batch_size
+        if held_out:
+            found = evaluate(self.module, held_out, self.features, rows, self.accelerator)
             names = ("tau", "tau_by_depth", "top1", "loss")
             self._report({"step": self.step, "eval": {name: found[name] for name in names}})
             say(f"step {self.step}: held-out tau {found['tau']:.3f}, loss {found['loss']:.3f}")
             if self.tau is not None and found["tau"] <= self.tau:
                 return
             self.tau = found["tau"]
+        weights = self._weights()
         if is_main():
             length = self.config.data.max_length
-            save_head(self.output, self.module, step=self.step, tau=self.tau, trained_length=length)
+            notes = {"step": self.step, "tau": self.tau, "trained_length": length}
+            save_head(self.output, self.module, weights, **notes)
+            samples = partial(make_samples, self.output, self.target, held_out, self.config)
+            self.tracker.log_samples(self.step, samples)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The head's state dict; every process must ask for it.
+
+        Raises:
+            InputError: it is not finite, so it must not be written.
+        """
+        weights = self.engine.weights()
+        bad = [name for name, t in weights.items() if not t.isfinite().all()]
+        if bad:
+            raise InputError(
+                f"after step {self.step} the {self.module.kind} head is not finite: {bad[0]}",
+                "Lower optim.lr and pass resume=latest; nothing of this step was written.",
+            )
+        return weights
 
     def _report(self, line: dict[str, Any]) -> None:
         if is_main():
@@ -231,7 +250,7 @@ class Trainer:
     def _save(self) -> None:
         """Writes checkpoints/step-N; all processes take part."""
         states = gather_object([checkpoints.random_state()])
-        weights = self.accelerator.get_state_dict(self.head)
+        weights, moments = self._weights(), self.engine.moments()
         if is_main():
             head = {"kind": self.module.kind, "config": self.module.config.model_dump(mode="json")}
             state = {
@@ -243,8 +262,7 @@ class Trainer:
                 "target": self.module.spec.identity,
                 "target_config": _named(self.config),
             }
-            optimizer = self.optimizer.state_dict()
-            checkpoints.save(self.output, weights, optimizer, states, state)
+            checkpoints.save(self.output, weights, moments, states, state)
             checkpoints.prune(self.output, self.config.schedule.keep_last)
         self.accelerator.wait_for_everyone()
 
@@ -252,24 +270,3 @@ class Trainer:
         """The highest signal that any process received, 0 for none."""
         mine = torch.tensor(max(received, default=0), device=self.accelerator.device)
         return int(self.accelerator.reduce(mine, "max"))
-
-
-@contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying; a second one of a kind kills as usual."""
-    received: list[int] = []
-    previous: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.getsignal(number)
-            signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for caught, handler in previous.items():
-            signal.signal(caught, handler)

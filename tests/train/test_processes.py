@@ -1,44 +1,195 @@
-"""Two processes are one run, and a run moves between one and two."""
+"""However a step is split over rows, micro-steps, processes and engines, it is the same step."""
 
-import os
-import subprocess
-import sys
+import json
+import random
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
-from training import make_config, metrics, train
+import torch
+from launch import TESTS, finish, start, write_config, zero2
+from safetensors.torch import load_file
+from training import WORDS, make_config, metrics, train
+from worker import work
 
-from selfdraft.train.config import PACKAGE, TrainConfig
+from selfdraft.train import checkpoint
 
-SCHEDULE = {"steps": 4, "eval_every": 2, "save_every": 2}
-
-
-def torchrun(path, config: TrainConfig) -> None:
-    """The root train.py in two processes on gloo."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command += [str(PACKAGE / "train.py"), str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+WORKER = TESTS / "worker.py"
+DOUBLE = {"steps": 20, "eval_every": 20, "save_every": 20}
+SINGLE = {"steps": 4, "eval_every": 4, "save_every": 2, "keep_last": -1}
+UNEVEN = {"steps": 4, "eval_every": 2, "save_every": 3, "accumulate": 3}
+SPLITS = {"whole": {"batch_size": 4}, "deep": {"batch_size": 1, "accumulate": 4}}
 
 
-@pytest.mark.proof
-def test_two_processes_take_the_steps_of_one(tmp_path):
-    """R8, R12: 16 rows in batches of 4 with unequal loss tokens, 3 held-out rows for two processes;
-    then each run goes on in one process."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
-        folder.mkdir()
-    data = {"eval_prompts": 3}
-    wide = {**SCHEDULE, "batch_size": 2, "accumulate": 2}
-    train(make_config(one, data=data, schedule=wide))
-    torchrun(tmp_path / "run.yaml", make_config(two, data=data, schedule=SCHEDULE))
-    for folder in (one, two):
-        train(make_config(folder, data=data, schedule={**wide, "steps": 6}, resume="latest"))
-    for line, other in zip(metrics(one / "run"), metrics(two / "run"), strict=True):
-        if "eval" in line:
-            assert other["eval"]["tau_by_depth"] == line["eval"]["tau_by_depth"]
-        for key in {"rows", "loss", "loss_k", "top1_k", "grad_norm"} & line.keys():
+def write_unlike_rows(path: Path, rows: int) -> None:
+    """Chats whose answers have from 1 to 70 tokens."""
+    dice = random.Random(1)
+    with path.open("w") as file:
+        for row in range(rows):
+            answer = " ".join(dice.choices(WORDS, k=1 if row % 3 else dice.randint(12, 18)))
+            turns = [("user", f"question {row}"), ("assistant", answer)]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+@dataclass
+class Runs:
+    """A folder of runs on the same rows, each below its name."""
+
+    root: Path
+
+    def job(self, name: str, double: bool, rows: int = 32, **sections: Any) -> list:
+        """[CONFIG, OUT, DOUBLE] of a run, for the worker."""
+        folder = self.root / name
+        folder.mkdir(exist_ok=True)
+        data = {"eval_prompts": 7, "max_length": 160, "file": str(self.root / f"{rows}.jsonl")}
+        if not Path(data["file"]).exists():
+            write_unlike_rows(Path(data["file"]), rows)
+        config = make_config(folder, data=data, **sections)
+        return [str(write_config(folder / "run.yaml", config)), str(folder), double]
+
+    def weights(self, name: str, step: int) -> dict[str, torch.Tensor]:
+        return load_file(self.root / name / "run" / "checkpoints" / f"step-{step}" / WEIGHTS)
+
+    def gradient(self, name: str, step: int = 1) -> list[torch.Tensor]:
+        return torch.load(self.root / name / f"gradient-{step}.pt")
+
+    def evals(self, name: str) -> list[dict]:
+        return [line["eval"] for line in metrics(self.root / name / "run") if "eval" in line]
+
+    def rows(self, name: str) -> list[list[int]]:
+        return [line["rows"] for line in metrics(self.root / name / "run") if "rows" in line]
+
+
+WEIGHTS = checkpoint.WEIGHTS
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    """One process: one batch of 4 rows, and 4 micro-steps of 1; in float64 and in float32."""
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    for split, schedule in SPLITS.items():
+        work(*runs.job(f"double-{split}", True, schedule={**DOUBLE, **schedule}))
+        work(*runs.job(f"single-{split}", False, schedule={**SINGLE, **schedule}))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def two(runs) -> Runs:
+    """Two gloo processes through torchrun: the same runs, one on 7 rows, and one that is ended."""
+    jobs = [
+        runs.job("double-two", True, schedule={**DOUBLE, "batch_size": 2}),
+        runs.job("single-two", False, schedule={**SINGLE, "batch_size": 2}),
+        runs.job("uneven", False, rows=9, schedule={**UNEVEN, "batch_size": 2}),
+        runs.job("ended", False, schedule={"steps": 10**6, "batch_size": 2}),
+    ]
+    file = runs.root / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    process, give_up = start(2, WORKER, str(file)), time.monotonic() + 400
+    ended = runs.root / "ended" / "run" / "metrics.jsonl"
+    while not (ended.exists() and len(ended.read_text().splitlines()) > 3):
+        if process.poll() is not None or time.monotonic() > give_up:
+            pytest.fail(finish(process))
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    (runs.root / "printed").write_text(process.communicate(timeout=120)[0])
+    return runs
+
+
+@pytest.fixture(scope="module")
+def zero(runs) -> Runs:
+    """DeepSpeed ZeRO-2 in two CPU processes, which goes on from step 2 of one process.  (A process
+    holds one such run: DeepSpeed keeps the groups of its first.)"""
+    later = runs.root / "zero"
+    shutil.copytree(runs.root / "single-whole", later)
+    shutil.rmtree(later / "run" / "checkpoints" / "step-4")
+    schedule = {**SINGLE, "batch_size": 2}
+    file = runs.root / "zero.json"
+    file.write_text(json.dumps([runs.job("zero", False, schedule=schedule, resume="latest")]))
+    finish(start(2, WORKER, str(file), **zero2(runs.root)), seconds=400)
+    return runs
+
+
+def assert_equal_in_double(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def assert_equal_gradients(one: list, other: list) -> None:
+    size = max(float(g.abs().max()) for g in one)
+    assert size > 1e-5
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5 * size)
+
+
+def test_twenty_steps_do_not_depend_on_accumulation(runs):
+    """In float64, to 1e-9; the gradient of a float32 step to 1e-5."""
+    assert runs.weights("double-whole", 20)["mlps.0.out.weight"].abs().max() > 1e-3
+    assert_equal_in_double(runs.weights("double-whole", 20), runs.weights("double-deep", 20))
+    assert_equal_gradients(runs.gradient("single-whole"), runs.gradient("single-deep"))
+
+
+def test_twenty_steps_do_not_depend_on_processes(two):
+    assert_equal_in_double(two.weights("double-whole", 20), two.weights("double-two", 20))
+    assert_equal_gradients(two.gradient("single-whole"), two.gradient("single-two"))
+    assert two.rows("double-two") == two.rows("double-whole")
+
+
+def test_held_out_figures_do_not_depend_on_processes(two):
+    """R12: 7 rows for two processes in batches of 2, none lost and none twice."""
+    (one,), (other,) = two.evals("double-whole"), two.evals("double-two")
+    assert one["tau_by_depth"] == other["tau_by_depth"] and one["top1"] == other["top1"]
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-9)
+
+
+def test_rows_that_fill_no_batch_stop_no_process(two):
+    """R8: 7 rows, 12 a step, evaluations and checkpoints at other steps."""
+    stream = [row for step in two.rows("uneven") for row in step]
+    epochs = [set(stream[start : start + 7]) for start in range(0, 42, 7)]
+    assert len(stream) == 48 and all(len(epoch) == 7 for epoch in epochs)
+    assert len(two.evals("uneven")) == 2
+    saved = checkpoint.numbered(two.root / "uneven" / "run")
+    assert [number for number, _ in saved] == [4, 3]
+
+
+def test_a_signal_to_the_launcher_saves_the_step_and_one_process_goes_on(two, capsys):
+    """Four rows a step are kept; data order and learning rate go on."""
+    folder = two.root / "ended"
+    found = checkpoint.latest(folder / "run")
+    assert found is not None and found.step >= 3 and found.state["global_batch"] == 4
+    assert f"SIGTERM: step {found.step} is saved" in (two.root / "printed").read_text()
+    schedule = {"steps": found.step + 2, "batch_size": 2, "eval_every": 10**6}
+    data = {"eval_prompts": 7, "max_length": 160, "file": str(two.root / "32.jsonl")}
+    train(make_config(folder, data=data, schedule=schedule, resume="latest"))
+    assert "accumulate is 2, to keep 4 rows a step" in capsys.readouterr().out
+    rows = two.rows("ended")
+    assert len(rows) == found.step + 2
+    assert rows[:20] == two.rows("double-whole")[: len(rows)]
+
+
+def test_zero2_goes_on_from_the_checkpoint_of_one_process(zero):
+    """The gradient of its first step, learning rates, norms, losses and what it holds out."""
+    assert_equal_gradients(zero.gradient("single-whole", step=3), zero.gradient("zero"))
+    lines = [metrics(zero.root / name / "run") for name in ("single-whole", "zero")]
+    for line, other in zip(*lines, strict=True):
+        for key in {"rows", "lr", "loss", "loss_k", "top1_k", "grad_norm"} & line.keys():
             assert other[key] == pytest.approx(line[key], rel=1e-4), (key, line["step"])
+
+
+def test_the_checkpoint_of_zero2_is_that_of_one_process(zero):
+    """Weights, and moments whole and by the parameter's place, which any engine takes up."""
+    folders = [zero.root / name / "run" / "checkpoints" for name in ("single-whole", "zero")]
+    expected, found = (checkpoint.load(folder / "step-4") for folder in folders)
+    torch.testing.assert_close(found.weights(), expected.weights(), rtol=1e-4, atol=1e-5)
+    states = [saved.optimizer()["state"] for saved in (expected, found)]
+    assert states[0].keys() == states[1].keys()
+    for place, values in states[0].items():
+        assert states[1][place]["step"] == values["step"] == 4
+        for name in ("exp_avg", "exp_avg_sq"):
+            size = float(values[name].abs().max())
+            other = states[1][place][name]
+            torch.testing.assert_close(other, values[name], rtol=1e-3, atol=1e-4 * size)

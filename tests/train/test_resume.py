@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import runpy
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from training import make_config, metrics, train, write_data
 
@@ -94,24 +94,6 @@ def test_a_run_killed_in_the_middle_ends_as_the_unbroken_one(unbroken, tmp_path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_same_run(unbroken, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--help"], 0, "usage: accelerate launch train.py CONFIG"),
-        ([], 2, "usage: accelerate launch train.py CONFIG"),
-        (["no.yaml"], 2, "no.yaml does not exist"),
-        (["configs/tiny.yaml", "schedule.stps=3"], 2, "Did you mean 'steps'"),
-    ],
-)
-def test_the_command_line(monkeypatch, capsys, arguments, code, said):
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(PACKAGE / "train.py"), run_name="__main__")
-    printed = capsys.readouterr()
-    assert caught.value.code == code
-    assert said in (printed.err if code else printed.out)
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -262,8 +244,11 @@ def test_broken_checkpoints_are_passed_over_with_a_warning(copy):
 )
 def test_latest_is_the_highest_number_and_pruning_spares_strangers(copy, keep, left):
     """R7."""
+    with pytest.raises(ValidationError, match="keep_last"):
+        make_config(copy, schedule={"keep_last": -2})
     folder = copy / "run" / "checkpoints"
     shutil.copytree(folder / "step-8", copy / "one")
+    (copy / "run" / "head.json").unlink()
     keep_until(copy, -1)
     for name in ("step-5", "step-10", "step-100", "best", "step-7x"):
         shutil.copytree(copy / "one", folder / name)
@@ -274,7 +259,19 @@ def test_latest_is_the_highest_number_and_pruning_spares_strangers(copy, keep, l
     assert {"best", "step-7x", "step-11"} <= {path.name for path in folder.iterdir()}
 
 
+def test_the_checkpoint_of_the_best_head_stays(copy):
+    """R7, R6: beside the last one; and what a kill left of a save goes at the next."""
+    best = json.loads((copy / "run" / "head.json").read_text())["step"]
+    folder = copy / "run" / "checkpoints"
+    (folder / ".step-6.123").mkdir()
+    keep_until(copy, 6)
+    train(resumed(copy, schedule={**SCHEDULE, "keep_last": 1}))
+    assert [n for n, _ in checkpoint.numbered(copy / "run")] == sorted({8, best}, reverse=True)
+    assert not list(folder.glob(".*"))
+
+
 def test_pruning_never_deletes_the_newest_whole_one(copy):
+    (copy / "run" / "head.json").unlink()
     (copy / "run" / "checkpoints" / "step-8" / "model.safetensors").write_bytes(b"")
     with pytest.warns(UserWarning, match="step-8"):
         prune(copy / "run", 1)

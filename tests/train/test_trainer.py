@@ -3,24 +3,24 @@
 import hashlib
 import json
 import math
-import warnings
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors import safe_open
-from training import documents, make_config, make_double, make_target, metrics, train
+from training import documents, make_config, make_double, make_target, metrics, random_head, train
 
 from selfdraft.heads import HEADS, Head, load_head
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
 from selfdraft.train import setup, trainer
 from selfdraft.train.config import OptimConfig, load_config
+from selfdraft.train.engine import Engine
 from selfdraft.train.evaluate import evaluate
 from selfdraft.train.features import OnlineFeatures
 from selfdraft.train.packing import Document, collate
-from selfdraft.train.step import PATIENCE, Batches, Stepper, learning_rate
+from selfdraft.train.step import Batches, Stepper, learning_rate
 
 LENGTHS = [9, 24, 12, 17, 30, 9, 11, 20]
 
@@ -34,16 +34,6 @@ def target() -> TargetModel:
 def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=True)
-
-
-def random_head(target: TargetModel, kind: str = "hydra", **fields) -> Head:
-    """A head whose zero-initialised parts are drawn, so that every gradient is there."""
-    torch.manual_seed(3)
-    cls = HEADS[kind]
-    head = cls(cls.Config(kind=kind, depth=3, taps=[1, 2], draft_vocab=None, **fields), target.spec)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    return head
 
 
 def losses(head: Head, target: TargetModel, rows: list[Document]) -> torch.Tensor:
@@ -97,7 +87,7 @@ def gradients(accelerator, target, micro) -> list[torch.Tensor]:
     head = random_head(target, "medusa", lm_head="own").double()
     optimizer = torch.optim.SGD(head.parameters(), lr=0.0)
     features = OnlineFeatures(target, head.taps, "float32")
-    stepper = Stepper(accelerator, head, optimizer, features, clip=1.0)
+    stepper = Stepper(Engine(accelerator, head, optimizer, 1.0), features)
     stepper._backward(micro)
     return [p.grad for p in head.parameters()]
 
@@ -264,35 +254,3 @@ def test_no_row_with_a_loss_token_is_an_error_before_the_first_step(tmp_path):
     """T4 (b)."""
     with pytest.raises(InputError, match="max_length"):
         train(make_config(tmp_path, data={"max_length": 5}))
-
-
-class Poisoned(OnlineFeatures):
-    """Features in which one row is infinite."""
-
-    row = 3
-
-    def get(self, rows):
-        features = super().get(rows)
-        for b, row in enumerate(rows):
-            if row.row == self.row:
-                features["hidden"][b] = torch.inf
-        return features
-
-
-def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_named(accelerator, target):
-    head, rows = random_head(target), documents(LENGTHS)
-    before = [p.detach().clone() for p in head.parameters()]
-    optimizer = torch.optim.AdamW(head.parameters())
-    stepper = Stepper(accelerator, head, optimizer, Poisoned(target, head.taps, "float32"), 1.0)
-    with pytest.warns(UserWarning, match=r"step 7 .* depth 1 of row 3; depth 2 of row 3") as seen:
-        assert not stepper([rows[:2], rows[2:4]], 7, 0.1)
-    assert "row 1" not in str(seen[0].message) and not optimizer.state
-    assert all(torch.equal(a, b) for a, b in zip(before, head.parameters(), strict=True))
-    assert stepper([rows[4:]], 8, 0.1) and stepper.skipped == 0
-    assert not torch.equal(before[0], next(head.parameters()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(PATIENCE - 1):
-            assert not stepper([rows[:4]], step, 0.1)
-        with pytest.raises(InputError, match="10 steps in a row"):
-            stepper([rows[:4]], PATIENCE, 0.1)

@@ -1,0 +1,80 @@
+"""configs/accelerate: every recipe is one that accelerate launches as its first line says."""
+
+import shlex
+import subprocess
+import sys
+from itertools import takewhile
+
+import pytest
+import yaml
+from launch import environment, write_config
+from training import make_config, metrics
+
+from selfdraft.train.config import PACKAGE
+
+RECIPES = sorted((PACKAGE / "configs" / "accelerate").rglob("*.yaml"))
+KINDS = {
+    "ddp": "MULTI_GPU",
+    "fsdp2": "FSDP",
+    "machines": "MULTI_GPU",
+    "one_gpu": "NO",
+    "zero2": "DEEPSPEED",
+    "zero2_cpu": "DEEPSPEED",
+}
+
+
+def launch_line(recipe) -> tuple[dict[str, str], list[str]]:
+    """Variables and words of the first line."""
+    words = shlex.split(recipe.read_text().splitlines()[0].removeprefix("# "))
+    variables = list(takewhile(lambda word: "=" in word, words))
+    return dict(word.split("=") for word in variables), words[len(variables) :]
+
+
+def test_there_is_a_recipe_for_each_way():
+    assert {recipe.stem for recipe in RECIPES} == set(KINDS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_accelerate_accepts_the_launch_line(recipe, monkeypatch):
+    from accelerate.commands import launch
+    from accelerate.commands.config import load_config_from_file
+
+    fields = load_config_from_file(str(recipe))
+    assert fields.distributed_type.value == KINDS[recipe.stem]
+    _, (command, sub, *words) = launch_line(recipe)
+    assert (command, sub) == ("accelerate", "launch")
+    monkeypatch.chdir(PACKAGE)
+    arguments, defaults, _ = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args(words)
+    )
+    assert arguments.training_script == "train.py"
+    assert arguments.training_script_args == ["CONFIG"]
+    assert int(arguments.num_processes) == defaults.num_processes
+    deepspeed = KINDS[recipe.stem] == "DEEPSPEED"
+    assert (arguments.use_deepspeed, arguments.use_fsdp) == (deepspeed, recipe.stem == "fsdp2")
+    assert not deepspeed or arguments.zero_stage == 2
+    # Every key is one that accelerate knows: it drops others without a word.
+    given = yaml.safe_load(recipe.read_text())
+    parser_keys = set(vars(arguments))
+    for section in ("deepspeed_config", "fsdp_config"):
+        assert set(given.get(section, {})) <= parser_keys
+
+
+def test_zero2_on_a_cpu_runs_as_its_first_line_says(tmp_path):
+    """Two real processes, from the launch line itself, without any C++ compiler on the path."""
+    (recipe,) = [recipe for recipe in RECIPES if recipe.stem == "zero2_cpu"]
+    variables, (_, _, *words) = launch_line(recipe)
+    config = make_config(tmp_path, schedule={"steps": 2, "batch_size": 2})
+    words[words.index("CONFIG")] = str(write_config(tmp_path / "run.yaml", config))
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words]
+    variables["PATH"] = str(tmp_path)
+    done = subprocess.run(
+        command,
+        cwd=PACKAGE,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [len(line["rows"]) for line in metrics(tmp_path / "run") if "rows" in line] == [4, 4]
