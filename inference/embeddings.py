@@ -1,5 +1,6 @@
-"""The two ends of a target, its embedding and its lm_head, in a folder of their own: all that the
-training of heads from cached features needs, however large the target is.
+"""The two ends of a target, its embedding and its lm_head, in a folder of their own, with what a
+new head may start from: all that the training of heads from cached features needs, however large
+the target is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..heads.base import TargetWeights
 from ..heads.checkpoint import replace_file, sha256
 from ..heads.errors import InputError
 from .loading import resolve_device, tokenizer_fingerprint
@@ -21,6 +23,7 @@ from .projection import Projection
 from .target import TargetModel
 
 WEIGHTS, NOTES = "ends.safetensors", "target.json"
+START, NORM = "start.", "norm_scale"  # names of what heads may start from
 REFILL = "Run scripts/prepare_data.py with this config, which loads the whole target."
 
 
@@ -44,9 +47,14 @@ def save_ends(target: TargetModel, folder: Path) -> None:
     Raises:
         InputError: an lm_head without a dense weight.
     """
-    target.lm_head_rows()
+    weights = target.weights
+    weights.lm_head(None)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: t.detach().cpu().clone() for k, t in _Ends(target.model).tensors().items()}
+    tensors = _Ends(target.model).tensors()
+    tensors |= {START + name: tensor for name, tensor in weights.last_layer.items()}
+    if weights.norm_scale is not None:
+        tensors[START + NORM] = weights.norm_scale
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     replace_file(folder / WEIGHTS, lambda to: save_file(tensors, to))
     model: Any = target.model
     model.config.save_pretrained(folder)
@@ -65,12 +73,16 @@ class TargetEnds(TargetModel):
     """A target that embeds and projects, but has no layers between: it cannot decode, and its
     features are those of a complete cache."""
 
-    def __init__(self, ends: Any, tokenizer: Any, notes: dict[str, Any]) -> None:
+    def __init__(
+        self, ends: Any, tokenizer: Any, notes: dict[str, Any], start: dict[str, Tensor]
+    ) -> None:
         self.model, self.tokenizer, self.lm_head = ends, tokenizer, ends.lm_head
         self.config = ends.config.get_text_config()
         self.device, self.dtype = ends.lm_head.weight.device, ends.lm_head.weight.dtype
         self.eos_ids, self.packed = set(notes["eos_ids"]), 0
         self._projection = Projection(self.lm_head, self.config)
+        norm, rows = start.pop(NORM, None), self._projection.weight_rows
+        self.weights = TargetWeights(rows, norm, start)
         self.spec = replace(self._spec({}), identity=notes["identity"])
 
     @classmethod
@@ -95,8 +107,12 @@ class TargetEnds(TargetModel):
             tokenizer = AutoTokenizer.from_pretrained(folder)
             if tokenizer_fingerprint(tokenizer) != notes["identity"]["tokenizer"]:
                 raise InputError(f"the tokenizer in {folder} is another one", REFILL)
-        ends = _build(folder, load_file(folder / WEIGHTS)).requires_grad_(False)
-        return cls(ends.to(resolve_device(device)), tokenizer, notes)
+        place = resolve_device(device)
+        tensors = load_file(folder / WEIGHTS)
+        names = [name for name in tensors if name.startswith(START)]
+        start = {name.removeprefix(START): tensors.pop(name).to(place) for name in names}
+        ends = _build(folder, tensors).requires_grad_(False)
+        return cls(ends.to(place), tokenizer, notes, start)
 
     def _run(self, taps: list[int], **inputs: Any) -> NoReturn:
         raise InputError(

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,18 @@ from torch import nn
 from selfdraft.heads import HEADS
 from selfdraft.heads.errors import InputError, exit_code, nearest
 from selfdraft.heads.layers import ResidualBlock
-from selfdraft.heads.losses import CHUNK, loss_rows
+from selfdraft.heads.losses import loss_rows
+from selfdraft.heads.objectives import CHUNK
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts.bench_report import conditions
 from selfdraft.train import setup
 from selfdraft.train.config import TrainConfig, load_config
-from selfdraft.train.data import Document, check_data, collate, load_documents
-from selfdraft.train.distill import FeatureSource, OnlineFeatures, open_features
+from selfdraft.train.data import check_data, load_documents
+from selfdraft.train.distill import open_features
 from selfdraft.train.engine import make_engine
 from selfdraft.train.evaluate import to_device
-from selfdraft.train.recording import RecordedStates
+from selfdraft.train.features import FeatureSource, OnlineFeatures
+from selfdraft.train.packing import Document, collate
 from selfdraft.train.step import Batches, Stepper
 
 WARMUP = 2  # steps that are not timed: first calls allocate
@@ -45,12 +46,12 @@ MODES = ("cached", "online", "yardstick")
 Step = Callable[[list[Document], int], None]
 
 
-@dataclass
-class Timed:
+class Timed(FeatureSource):
     """A feature source whose time is measured."""
 
-    source: FeatureSource
-    seconds: float = 0.0
+    def __init__(self, source: FeatureSource) -> None:
+        super().__init__(source.target, source.pack)
+        self.source, self.seconds = source, 0.0
 
     def get(self, documents: list[Document]) -> Any:
         """See `FeatureSource.get`."""
@@ -77,14 +78,7 @@ def our_step(config: TrainConfig, target: TargetModel, mode: str) -> tuple[Step,
     if mode == "online":
         source: FeatureSource = OnlineFeatures(target, head.taps, config.data.features.dtype)
     else:
-        source = open_features(
-            config.data.features,
-            config.features_folder,
-            target,
-            documents.train + documents.eval,
-            head.taps,
-            RecordedStates(config, target),
-        )
+        source = open_features(config, target, documents, head.taps)
     features = Timed(source)
     optimizer = setup.build_optimizer(head, config.optim)
     stepper = Stepper(make_engine(accelerator, head, optimizer, config.optim.clip), features)
@@ -102,7 +96,7 @@ class Yardstick(nn.Module):
         super().__init__()
         self.target, width = [target], target.spec.hidden_size
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
-        rows = target.lm_head_rows().float()
+        rows = target.weights.lm_head(None).float()
         self.outputs = nn.ParameterList(nn.Parameter(rows.clone()) for _ in range(depth))
         self.to(target.device)
 

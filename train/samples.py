@@ -11,7 +11,7 @@ import torch
 from ..heads import Plan, load_head
 from ..heads.protocols import Drafter
 from ..inference.decode import Row, decode
-from ..inference.sampling import Settings
+from ..inference.settings import Settings
 from ..inference.statistics import Stats
 from ..inference.target import TargetModel
 from .config import TrainConfig

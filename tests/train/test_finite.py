@@ -12,9 +12,9 @@ from training import LLAMA, documents, make_config, make_target, random_head, tr
 
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
-from selfdraft.train.data import Document
-from selfdraft.train.distill import OnlineFeatures
 from selfdraft.train.engine import Engine
+from selfdraft.train.features import OnlineFeatures
+from selfdraft.train.packing import Document
 from selfdraft.train.step import PATIENCE, Stepper
 
 LENGTHS = [9, 24, 12, 17, 30, 9, 11, 20]
