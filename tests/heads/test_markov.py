@@ -23,10 +23,14 @@ from selfdraft.inference.target import TargetModel
 
 TEXTS, ROWS, TIME, LR = 25, 24, 20, 1e-2
 STEPS = {1: 100, 2: 200}  # by the chain's order
+SLOW = {"eagle": 2}  # kinds that need more: the token enters through attention alone
 BLIND = {"medusa"}  # kinds that do not see the root token
-WIDE = {"mtp": {"width": 128}, "eagle": {"width": 128}}  # the targets' own MLPs are tiny
-CASES: list[tuple[str, dict[str, Any]]] = [(kind, WIDE.get(kind, {})) for kind in sorted(HEADS)]
-CASES += [("mtp", {"modules": "depth"} | WIDE["mtp"])]
+FIELDS: dict[str, dict[str, Any]] = {  # the targets' own MLPs are tiny
+    "mtp": {"width": 128},
+    "eagle": {"width": 128, "recycle": "normed", "norm_stage": "post"},
+}
+CASES: list[tuple[str, dict[str, Any]]] = [(kind, FIELDS.get(kind, {})) for kind in sorted(HEADS)]
+CASES += [("mtp", {"modules": "depth"} | FIELDS["mtp"])]
 
 
 @cache
@@ -68,7 +72,7 @@ def test_a_trained_head_is_near_the_best_there_is(kind: str, fields: dict, order
     head = make_head(kind, target.spec, depth=DEPTH, scale=0.0, **fields)
     head.init_from_target(target.weights)
     before = drafted_laws(head, target, laws)
-    learn(head, target, laws, STEPS[order])
+    learn(head, target, laws, STEPS[order] * SLOW.get(kind, 1))
     after = drafted_laws(head, target, laws)
     best = best_points(laws, sees_root=kind not in BLIND)
     assert point_length(laws, after) >= 0.95 * best
