@@ -129,7 +129,8 @@ class TableTarget:
 def _features(states: list[list[Tensor]], taps: list[int]) -> dict[str, Tensor]:
     """As `TargetModel` gives them, every tap being the state itself."""
     hidden = torch.stack([torch.stack(row) for row in states])
-    return {"hidden": hidden, "taps": hidden[:, :, None].expand(-1, -1, len(taps), -1)}
+    tapped = {"taps": hidden[:, :, None].expand(-1, -1, len(taps), -1)} if taps else {}
+    return {"hidden": hidden} | tapped
 
 
 @dataclass(frozen=True)

@@ -257,17 +257,13 @@ def test_packing_the_target_keeps_what_heads_start_from(kind: str) -> None:
         assert mine.equal(other)
 
 
-# -- cases met elsewhere ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])
 def test_g4_drafting_up_to_the_last_position(kind: str) -> None:
     """G4: the head's rotary positions have no table to run out of."""
     target = TargetModel(stock(LLAMA | {"max_position_embeddings": 32}))
     head, prompts = make_head(kind, target.spec, depth=4), [[1] * 9, [5, 6, 7]]
-    room = {"max_new_tokens": 64}
-    expected = Speculator(target).generate(prompts, **room)
-    out = Speculator(target, head).generate(prompts, **room)
+    expected = Speculator(target).generate(prompts, max_new_tokens=64)
+    out = Speculator(target, head).generate(prompts, max_new_tokens=64)
     assert out.token_ids == expected.token_ids
     assert max(len(ids) + len(p) for ids, p in zip(out.token_ids, prompts, strict=True)) >= 32
 
