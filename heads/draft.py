@@ -27,6 +27,9 @@ class Plan:
             best-first; where they are drawn, a tree of fixed shape.  None for one chain.
         tree: a fixed shape instead.
         confidence: a node whose path has less than this probability gets no children.
+        worth: nodes that are less likely than this to be accepted are left out.  Best is what one
+            more node costs, as a share of a forward over the root alone, times the speedup that is
+            reached: the tokens that its time would bring elsewhere.  0 keeps all.
         tokens: what one forward may read, over all rows of a batch; leaves each row an equal share
             of nodes.  None for no bound.
     """
@@ -35,11 +38,16 @@ class Plan:
     nodes: int | None = None
     tree: Tree | None = None
     confidence: float = 0.0
+    worth: float = 0.0
     tokens: int | None = None
 
     def capped(self, depth: int) -> Plan:
         """The same plan, no deeper than `depth` (never below 0)."""
         return replace(self, depth=max(0, min(self.depth, depth)))
+
+    def priced(self, rows: int) -> Plan:
+        """The plan with `worth` risen to what a node costs beside `rows` roots."""
+        return replace(self, worth=rows * self.worth / (1 + (rows - 1) * self.worth))
 
     def shared(self, rows: int) -> Plan:
         """The plan of each of `rows` rows, `tokens` divided among them.  A share that is smaller
@@ -66,8 +74,9 @@ class Draft:
             without replacement from its parent's law.
         valid_BN: prefix mask; rows of a batch may hold fewer nodes than N.
         q_BNV: the law from which the drawn children of each node came; None when all are points.
-        order: for each row its nodes below the root, the worthiest first, parents before children;
-            their own order when None.
+        chances: for each row and valid node, how likely its whole path is to be accepted, as the
+            drafter estimates it; None where it does not.  Of drawn nodes an assumption of the
+            tree's shape, the same whatever was drawn.
         names: drafters that took part, where there are several.
         sources: for each row and valid node, which of `names` proposed it, as bits.
     """
@@ -77,7 +86,7 @@ class Draft:
     drawn_BN: Tensor
     valid_BN: Tensor
     q_BNV: Tensor | None = None
-    order: list[list[int]] | None = None
+    chances: list[list[float]] | None = None
     names: tuple[str, ...] = ()
     sources: list[list[int]] | None = None
 
@@ -106,13 +115,17 @@ class Draft:
 
     @classmethod
     def points(
-        cls, ids: list[list[int]], parents: list[list[int]], device: torch.device | None = None
+        cls,
+        ids: list[list[int]],
+        parents: list[list[int]],
+        device: torch.device | None = None,
+        chances: list[list[float]] | None = None,
     ) -> Draft:
         """Point proposals from lists, a row each, the root first."""
-        ids_BN, parent_BN = _padded(ids, 0, device), _padded(parents, 0)
+        ids_BN, parent_BN = padded(ids, 0, device), padded(parents, 0)
         counts_B1 = torch.tensor([[len(row)] for row in ids])
         valid_BN = torch.arange(ids_BN.shape[1]) < counts_B1
-        return cls(ids_BN, parent_BN, torch.zeros_like(valid_BN), valid_BN)
+        return cls(ids_BN, parent_BN, torch.zeros_like(valid_BN), valid_BN, chances=chances)
 
     @cached_property
     def parents(self) -> list[list[int]]:
@@ -187,99 +200,15 @@ class Draft:
 
     def depth_BN(self) -> Tensor:
         """Depth of each node on the CPU, 0 past a row's end."""
-        return _padded(self.depths, 0, width=self.ids_BN.shape[1])
-
-    @classmethod
-    def merge(
-        cls, drafts: Sequence[Draft], names: Sequence[str], nodes: int | None = None
-    ) -> Draft:
-        """Joins the drafts of several drafters for the same roots into one tree.
-
-        Equal points of one parent become one node.  A drawn node stays beside an equal point:
-        to drop it would depend on chance, and bias the output.
-
-        Args:
-            drafts: earlier ones' points are tried first; one at most may hold drawn tokens, so
-                that no node has two laws.
-            names: their drafters', for statistics.
-            nodes: of a row at most; what does not fit is left out, the later drafts' least worthy
-                nodes first.
-        Raises:
-            ValueError: two drafts with drawn tokens.
-        """
-        drawing = [i for i, draft in enumerate(drafts) if draft.q_BNV is not None]
-        if len(drawing) > 1:
-            raise ValueError("at most one of the merged drafts may hold drawn tokens")
-        rows = [_merged_row(drafts, row, nodes) for row in range(len(drafts[0].ids_BN))]
-        device = drafts[0].ids_BN.device
-        ids, parents = (
-            [[n.token for n in row] for row in rows],
-            [[n.parent for n in row] for row in rows],
-        )
-        merged = cls.points(ids, parents, device)
-        merged.names, merged.sources = tuple(names), [[n.sources for n in row] for row in rows]
-        if drawing:
-            merged.drawn_BN = _padded([[n.drawn for n in row] for row in rows], False)
-            origin_BN = _padded([[n.origin for n in row] for row in rows], 0, device)
-            law_BNV = drafts[drawing[0]].q_BNV
-            assert law_BNV is not None
-            merged.q_BNV = law_BNV[torch.arange(len(rows), device=device)[:, None], origin_BN]
-        return merged
+        return padded(self.depths, 0, width=self.ids_BN.shape[1])
 
 
-@dataclass
-class _Node:
-    """A node of a merged row.
-
-    Attributes:
-        origin: its node in the draft that draws; 0 where it has none.
-    """
-
-    token: int
-    parent: int
-    depth: int
-    drawn: bool = False
-    sources: int = 0
-    origin: int = 0
-
-
-def _merged_row(drafts: Sequence[Draft], row: int, limit: int | None) -> list[_Node]:
-    merged = [_Node(drafts[0].tokens[row][0], -1, 0)]
-    points: dict[tuple[int, int], int] = {}
-    for index, draft in enumerate(drafts):
-        tokens, parents, place = draft.tokens[row], draft.parents[row], {0: 0}
-        drawn = draft.drawn_BN[row].tolist()
-        for node in draft.order[row] if draft.order else range(1, len(tokens)):
-            if parents[node] not in place:
-                continue
-            parent = place[parents[node]]
-            known = None if drawn[node] else points.get((parent, tokens[node]))
-            if known is None:
-                if limit is not None and len(merged) > limit:
-                    continue
-                known = len(merged)
-                merged.append(_Node(tokens[node], parent, merged[parent].depth + 1, drawn[node]))
-                if not drawn[node]:
-                    points[parent, tokens[node]] = known
-            place[node] = known
-            merged[known].sources |= 1 << index
-            if draft.q_BNV is not None:
-                merged[known].origin = node
-    return _by_depth(merged)
-
-
-def _by_depth(nodes: list[_Node]) -> list[_Node]:
-    """The nodes in the order of depth, points before drawn ones."""
-    order = sorted(range(len(nodes)), key=lambda n: (nodes[n].depth, nodes[n].drawn))
-    place = {old: new for new, old in enumerate(order)}
-    return [replace(nodes[n], parent=place.get(nodes[n].parent, -1)) for n in order]
-
-
-def _padded(
+def padded(
     rows: Sequence[Sequence[int]],
     fill: int,
     device: torch.device | None = None,
     width: int | None = None,
 ) -> Tensor:
+    """[B, width] lists of unlike length, filled up on the right."""
     longest = max(map(len, rows)) if width is None else width
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from functools import cache
 
 from .draft import Plan, Tree
@@ -26,10 +27,13 @@ def planned_tree(plan: Plan, depth: int, trees: bool) -> Tree:
         tree = likely_tree(plan.nodes, depth)
     else:
         tree = tuple((0,) * length for length in range(1, depth + 1))
-    return tree[: plan.nodes]
+    tree = tree[: plan.nodes]
+    # What does not pay by the shape's own rates is not grown at all.
+    best = sorted(tree, key=lambda path: -_rate(path))
+    return _by_depth(best[: paying([math.exp(_rate(path)) for path in best], plan)])
 
 
-def _by_depth(paths: list[tuple[int, ...]]) -> Tree:
+def _by_depth(paths: Sequence[tuple[int, ...]]) -> Tree:
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
@@ -85,3 +89,10 @@ def tree_levels(tree: Tree) -> list[list[tuple[int, int]]]:
         levels.append([(above[path[:-1]], path[-1]) for path in paths])
         above = {path: place for place, path in enumerate(paths)}
     return levels
+
+
+def paying(chances: Sequence[float], plan: Plan) -> int:
+    """How many nodes to keep of those with `chances`, the likeliest first: those of `plan.worth` at
+    least, at `plan.nodes` most."""
+    kept = chances[: plan.nodes]
+    return next((n for n, chance in enumerate(kept) if chance < plan.worth), len(kept))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .draft import Draft, Plan, Tree
 from .protocols import Noise, Purpose, Sampling
-from .shapes import planned_tree, tree_levels, tree_worth
+from .shapes import paying, planned_tree, tree_levels, tree_worth
 
 CHILDREN = 8
 """Children of a node at most, where a tree is grown best-first."""
@@ -86,7 +86,7 @@ class _Growth:
     def __init__(
         self, head: Grower, state: Any, root_B: Tensor, plan: Plan, sampling: Sampling
     ) -> None:
-        self.head, self.state, self.sampling = head, state, sampling
+        self.head, self.state, self.plan, self.sampling = head, state, plan, sampling
         self.floor = math.log(plan.confidence) if plan.confidence > 0 else -math.inf
         root_B1 = root_B[:, None]
         self.ids, self.parent = [root_B1], [torch.full_like(root_B1, -1)]
@@ -195,6 +195,9 @@ class _Growth:
         # Stable, so that of a parent and a child of equal worth the parent is taken.
         best_BL, node_BL = worth_BL.cpu().sort(dim=1, descending=True, stable=True)
         best_BN, node_BN = best_BL[:, : nodes + 1], node_BL[:, : nodes + 1]
+        chances = best_BN.exp().tolist()
+        pays_B1 = torch.tensor([[paying(row[1:], self.plan)] for row in chances])
+        best_BN = best_BN.masked_fill(torch.arange(best_BN.shape[1]) > pays_B1, -torch.inf)
         kept_BN = node_BN.masked_fill(best_BN == -torch.inf, self.count).sort(1).values
         valid_BN = kept_BN < self.count
         width = int(valid_BN.sum(1).max())
@@ -205,11 +208,11 @@ class _Growth:
         parent_BN[:, 0] = -1
         drawn_BN = torch.full_like(valid_BN, bool(laws))
         drawn_BN[:, 0] = False
-        place_BN = torch.searchsorted(kept_BN.contiguous(), node_BN[:, 1:width].contiguous())
         counts = valid_BN.sum(1).tolist()
-        order = [row[: n - 1] for row, n in zip(place_BN.tolist(), counts, strict=True)]
+        worth = worth_BL.cpu().gather(1, kept_BN).exp().tolist()
+        likely = [row[:n] for row, n in zip(worth, counts, strict=True)]
         kept_BN = kept_BN.to(ids_BL.device)
-        draft = Draft(ids_BL.gather(1, kept_BN), parent_BN, drawn_BN, valid_BN, order=order)
+        draft = Draft(ids_BL.gather(1, kept_BN), parent_BN, drawn_BN, valid_BN, chances=likely)
         if laws:
             leaves = laws[0].new_zeros(len(ids_BL), self.ids[-1].shape[1], laws[0].shape[-1])
             rows_B1 = torch.arange(len(ids_BL), device=ids_BL.device)[:, None]

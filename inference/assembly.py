@@ -21,9 +21,12 @@ from .target import TargetModel
 
 DRAFTERS = ("heads+ngram", "heads", "ngram", "none")
 TARGET_NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
-MERGED_NODES = 10
-"""Nodes of the default tree of heads and n-grams: where the measured cost of a node passes what it
-is accepted for on a CPU (docs/results)."""
+TREE_NODES = 16
+"""Nodes of a default tree at most; most rounds stop sooner, where a node no longer pays."""
+WORTH = 0.12
+"""`Plan.worth` of a default tree.  With SmolLM2-135M on two CPU cores one more node takes 0.05 of a
+forward and a speedup of 1.6 is usual, which would make it 0.08; 0.10 to 0.15 did best on replayed
+answers, since drafters think a little too well of themselves.  A GPU's nodes are cheaper."""
 
 
 def local_folder(heads: str) -> Path:
@@ -135,15 +138,15 @@ def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
     """
     deepest = drafter.max_depth
     if asked is None:
-        nodes = {Merged: MERGED_NODES, NGram: deepest}.get(type(drafter))
-        return Plan(depth=deepest, nodes=nodes)
+        return Plan(depth=deepest, nodes=TREE_NODES, worth=WORTH)
     plan = asked if isinstance(asked, Plan) else Plan(depth=asked)
     for name, low in (("depth", 0), ("nodes", 0), ("tokens", 1)):
         value = getattr(plan, name)
         if value is not None and (not isinstance(value, int) or value < low):
             raise InputError(f"plan {name} is {value!r}", f"Give an integer, {low} or more.")
-    if not 0 <= plan.confidence <= 1:
-        raise InputError(f"plan confidence is {plan.confidence!r}", "Give a number in [0, 1].")
+    for name in ("confidence", "worth"):
+        if not 0 <= getattr(plan, name) <= 1:
+            raise InputError(f"plan {name} is {getattr(plan, name)!r}", "Give a number in [0, 1].")
     if plan.tree is not None:
         try:
             check_tree(plan.tree)

@@ -147,6 +147,8 @@ class Batch:
         noise = RowNoise([row.seed for row in self.rows], [len(ids) for ids in history])
         with stats.timed("draft"):
             plan = self.plan.shared(len(self.rows)).capped(max(room))
+            if sampling.greedy:  # else what a seed gives would depend on the rows beside it
+                plan = plan.priced(len(self.rows))
             draft = self.drafter.propose(self.state, root_B, plan, sampling, noise)
             draft = draft.shortened(room)
         with stats.timed("target"):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..heads.draft import Draft, Plan
 from ..heads.errors import InputError
+from ..heads.merging import merge
 from ..heads.protocols import Drafter, Features, Noise, Sampling, State
 
 
@@ -80,19 +81,13 @@ class Merged:
     def propose(
         self, state: MergedState, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
-        """The drafts of all within `plan.nodes`.
-
-        How the nodes are shared: each drafter but the last may take half of them, and the last one
-        what they did not use.  A row's share depends on that row alone, so that it drafts the same
-        in any batch.
+        """All drafts in one tree, of which the likeliest nodes that pay are kept: how nodes are
+        shared is left to the drafters' own estimates.  What a row keeps depends on that row alone.
         """
-        half = plan if plan.nodes is None else replace(plan, nodes=-(-plan.nodes // 2))
-        last = len(self.drafters) - 1
-        drafts = [
-            drafter.propose(part, root_B, plan if i == last else half, sampling, noise)
-            for i, (drafter, part) in enumerate(zip(self.drafters, state.parts, strict=True))
-        ]
-        return Draft.merge(drafts, [drafter.name for drafter in self.drafters], plan.nodes)
+        whole = replace(plan, worth=0.0)
+        parts = zip(self.drafters, state.parts, strict=True)
+        drafts = [d.propose(s, root_B, whole, sampling, noise) for d, s in parts]
+        return merge(drafts, [drafter.name for drafter in self.drafters], plan)
 
     def advance(
         self, state: MergedState, committed_BM: Tensor, count_B: Tensor, features: Features

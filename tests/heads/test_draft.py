@@ -70,41 +70,12 @@ def test_plan_is_shared_among_rows() -> None:
     assert Plan(4, nodes=9).shared(64) == Plan(4, nodes=9)
 
 
+def test_a_node_costs_more_beside_more_rows() -> None:
+    assert Plan(worth=0.1).priced(1) == Plan(worth=0.1)
+    assert Plan(worth=0.1).priced(9).worth == pytest.approx(0.5)
+
+
 def test_a_row_is_cut_where_its_own_room_ends() -> None:
     short = TREE.shortened([1, 2])
     assert short.tokens == [[9, 1, 2], [8, 5, 6]]
     assert TREE.shortened([3, 2]) is TREE
-
-
-# -- merging -------------------------------------------------------------------------------------
-
-POINTS = Draft.points([[9, 1, 2], [8, 5]], [[-1, 0, 1], [-1, 0]])
-
-
-def test_equal_points_become_one() -> None:
-    other = Draft.points([[9, 3, 1, 2, 4], [8]], [[-1, 0, 0, 2, 2], [-1]])
-    merged = Draft.merge([POINTS, other], ["a", "b"])
-    assert merged.tokens == [[9, 1, 3, 2, 4], [8, 5]]
-    assert merged.parents == [[-1, 0, 0, 1, 1], [-1, 0]]
-    assert merged.sources == [[0, 3, 2, 3, 2], [0, 1]]
-    assert merged.q_BNV is None
-    assert not merged.drawn_BN.any()
-
-
-def test_drawn_nodes_stay_beside_equal_points() -> None:
-    law = torch.rand(2, 3, 12)
-    drawn = Draft.chain(torch.tensor([[9, 1, 6], [8, 7, 7]]), law)
-    merged = Draft.merge([POINTS, drawn], ["a", "b"])
-    assert merged.tokens == [[9, 1, 1, 2, 6], [8, 5, 7, 7]]
-    assert merged.parents == [[-1, 0, 0, 1, 2], [-1, 0, 0, 2]]
-    assert merged.drawn_BN[0].tolist() == [False, False, True, False, True]
-    assert merged.q_BNV is not None
-    assert merged.q_BNV[0, 0].equal(law[0, 0])
-    assert merged.q_BNV[0, 2].equal(law[0, 1])
-    assert merged.q_BNV[1, 2].equal(law[1, 1])
-
-
-def test_two_drawn_laws_for_a_node_are_refused() -> None:
-    drawn = Draft.chain(torch.tensor([[9, 1]]), torch.rand(1, 2, 12))
-    with pytest.raises(ValueError, match="at most one"):
-        Draft.merge([drawn, drawn], ["a", "b"])

@@ -142,6 +142,26 @@ def test_confidence_stops_behind_the_unlikely_token() -> None:
     assert proposed(head, Plan(3, confidence=0.999)).depths[0] == [0, 1]
 
 
+@pytest.mark.parametrize("kind", TREES)
+def test_what_is_not_worth_it_is_left_out(kind: str) -> None:
+    head = make_head(kind, tiny().spec, depth=3)
+    whole = proposed(head, Plan(3, nodes=12))
+    assert whole.chances is not None
+    floor = sorted(whole.chances[0])[4]
+    kept = proposed(head, Plan(3, nodes=12, worth=floor))
+    assert kept.chances is not None
+    for row in range(2):
+        expected = [
+            path
+            for path, c in zip(paths_of(whole, row), whole.chances[row][1:], strict=True)
+            if c >= floor
+        ]
+        assert paths_of(kept, row) == expected
+    drawn = proposed(head, Plan(3, nodes=12, worth=0.1), do_sample=True)
+    assert drawn.parents[0] == drawn.parents[1]  # of a drawn tree the shape alone decides
+    assert 1 < len(drawn.parents[0]) < 13
+
+
 def test_likely_tree_grows_by_adding_nodes() -> None:
     trees = [set(likely_tree(n, 3)) for n in range(1, 20)]
     assert all(small < large for small, large in itertools.pairwise(trees))

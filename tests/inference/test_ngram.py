@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from selfdraft.heads import Plan
-from selfdraft.inference.ngram import RECENT, NGram, NGramIndex
+from selfdraft.inference.ngram import ACCEPTED, RECENT, NGram, NGramIndex
 
 
 def searched(text: list[int], min_n: int, max_n: int) -> list[tuple[int, int]]:
@@ -55,13 +55,22 @@ def proposed(prompt: list[int], plan: Plan, **fields: int) -> tuple[list[int], l
 def test_the_latest_and_longest_match_comes_first() -> None:
     text = [1, 2, 9, 7, 7, 1, 2, 4, 0, 0, 3, 2, 6, 1, 2]
     assert proposed(text, Plan(3), branches=1)[0] == [2, 4, 0, 0]
-    ids, parents = proposed(text, Plan(2, nodes=6), branches=3)
-    assert ids == [2, 4, 9, 6, 0, 7, 1]
-    assert parents == [-1, 0, 0, 0, 1, 2, 3]
+    ids, parents = proposed(text, Plan(2, nodes=9), branches=3)
+    assert sorted(ids[1:4]) == [4, 6, 9]
+    assert parents[1:4] == [0, 0, 0]
+    assert {(ids[p], ids[n]) for n, p in enumerate(parents) if n > 3} == {(4, 0), (9, 7), (6, 1)}
 
 
-def test_a_short_match_is_followed_less_far() -> None:
-    assert proposed([3, 1, 5, 6, 7, 8, 1], Plan(6), branches=1)[0] == [1, 5, 6]
+def test_chances_are_those_of_the_match() -> None:
+    """Each token copied rightly would make the match one longer."""
+    drafter, ids = NGram(branches=2), torch.tensor([[8, 1, 2, 5, 6, 0, 1, 2]])
+    state = drafter.start(ids, torch.tensor([7]), {})
+    draft = drafter.propose(state, ids[:, -1], Plan(2), None, None)  # type: ignore[arg-type]
+    assert draft.tokens == [[2, 5, 6]]
+    first, second = ACCEPTED[1], ACCEPTED[2]
+    assert draft.chances == [pytest.approx([1.0, first, first * second])]
+    worth = Plan(2, worth=first * 0.99)
+    assert drafter.propose(state, ids[:, -1], worth, None, None).tokens == [[2, 5]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 3])

@@ -153,7 +153,7 @@ def test_from_pretrained_of_heads_that_name_a_random_target(folder: Path) -> Non
     assert spec.target.spec.identity == tiny().spec.identity
     assert spec.drafter.name == "hydra+ngram"
     alone = Speculator.from_pretrained(folder, drafter="heads", target=tiny())
-    assert (alone.drafter.name, alone.plan) == ("hydra", Plan(2))
+    assert (alone.drafter.name, alone.plan.depth) == ("hydra", 2)
     out = spec.generate(PROMPTS, max_new_tokens=12)
     assert out.token_ids == plain(tiny(), PROMPTS, 12)
     assert out.stats.drafted_by_depth
