@@ -117,6 +117,7 @@ class Head(nn.Module):
     kind: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     draft_ids: Tensor | None
+    trained_length: int | None = None  # tokens of the longest row learned from, where known
     trees: bool = True  # False for a head that can only draft chains
 
     def __init__(

@@ -120,6 +120,7 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     head = HEADS[kind](config, spec, tensors.get("draft_ids"))
     _check_tensors(head, tensors, folder)
     head.load_state_dict(tensors)
+    head.trained_length = description.get("trained_length")
     return head.requires_grad_(False).eval().to(spec.device, spec.dtype)
 
 

@@ -61,11 +61,11 @@ def grow(
     depth = min(plan.depth, head.max_depth)
     if depth == 0 or plan.nodes == 0:
         return Draft.root(root_B)
+    growth = _Growth(head, state, root_B, plan, sampling)
     if head.trees and sampling.greedy and plan.tree is None and plan.nodes is not None:
-        return _Growth(head, state, root_B, plan, sampling).best_first(depth, plan.nodes)
-    return _Growth(head, state, root_B, plan, sampling).fixed(
-        planned_tree(plan, depth, head.trees), noise
-    )
+        return growth.best_first(depth, plan.nodes)
+    tree = planned_tree(plan, depth, head.trees)
+    return growth.fixed(tree, noise) if tree else Draft.root(root_B)
 
 
 # -- growth --------------------------------------------------------------------------------------
@@ -115,11 +115,12 @@ class _Growth:
         """How many nodes of the last level, from the first, may have children among the best."""
         if score_BW.device.type != "cpu":  # where looking would wait for the device
             return score_BW.shape[1]
+        least = max(self.plan.confidence, self.plan.worth)
+        hopeful_BW = score_BW.exp() >= least if least else score_BW > -torch.inf
         all_BL = torch.cat(self.score, 1)[:, 1:]
-        if all_BL.shape[1] <= nodes:
-            return int((score_BW > -torch.inf).sum(1).max())
-        worst_B1 = all_BL.topk(nodes, -1).values[:, -1:]
-        return int(((score_BW > worst_B1) & (score_BW > self.floor)).sum(1).max())
+        if all_BL.shape[1] > nodes:
+            hopeful_BW &= score_BW > all_BL.topk(nodes, -1).values[:, -1:]
+        return int(hopeful_BW.sum(1).max())
 
     def fixed(self, tree: Tree, noise: Noise) -> Draft:
         """The nodes of `tree`: the likeliest tokens, or drawn ones."""

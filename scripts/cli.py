@@ -20,6 +20,9 @@ COMMANDS = {
     "train": "train heads by a config",
     "generate": "answer a prompt with trained heads",
     "bench": "time trained heads against other ways to generate",
+    "bench-rows": "time trees of several sizes in batches of several rows",
+    "bench-train": "time training, cached and not",
+    "prove-greedy": "compare greedy text with plain decoding's, whatever drafts it",
 }
 
 

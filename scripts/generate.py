@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
+from selfdraft.heads.base import Head
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.statistics import Stats
 from selfdraft.scripts import drafting
+from selfdraft.scripts.bench import drafters_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
     spec = drafting.load(options)
     fast, stats = _stream(spec, prompt, options, echo=True)
     print(f"\n\n{_summary(spec.drafter.name, stats)}")
+    for head in drafters_of(spec).values():
+        if isinstance(head, Head):
+            print(_about(head, stats))
     if not options.compare:
         return 0
     plain = Speculator(spec.target)
@@ -69,6 +74,21 @@ def _stream(
         if echo:
             print(piece, end="", flush=True)
     return "".join(pieces), stats
+
+
+def _about(head: Head, stats: Stats) -> str:
+    """How far the head was trained, and whether it was of any use."""
+    length = head.trained_length or "unknown"
+    line = f"{head.kind} heads, trained on rows of up to {length} tokens"
+    drafted, accepted = (
+        counts.get(head.name, 0) for counts in (stats.drafted_by, stats.accepted_by)
+    )
+    if drafted >= 50 and accepted < 0.02 * drafted:
+        line += (
+            f": {accepted} of their {drafted} tokens were accepted, so they only cost time here; "
+            "drafter ngram or none does without them"
+        )
+    return line
 
 
 def _rate(stats: Stats) -> float:
