@@ -121,11 +121,13 @@ class NGram:
         nodes = depth if plan.nodes is None else plan.nodes
         trees = [self._tree(index, depth) for index in state.rows]
         plan = replace(plan, nodes=nodes)
-        rows = [
-            _cut(index.ids[-1], tree, plan) for index, tree in zip(state.rows, trees, strict=True)
-        ]
-        ids, parents, chances = ([row[i] for row in rows] for i in range(3))
-        return Draft.points(ids, parents, root_B.device, chances)
+        rows = [_cut(i.ids[-1], tree, plan) for i, tree in zip(state.rows, trees, strict=True)]
+        return Draft.points(
+            [ids for ids, _, _ in rows],
+            [parents for _, parents, _ in rows],
+            root_B.device,
+            [chances for _, _, chances in rows],
+        )
 
     def _tree(self, index: NGramIndex, depth: int) -> dict[tuple[int, ...], float]:
         """The continuations of one row: each path with its chance, parents before children."""
