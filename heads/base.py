@@ -206,13 +206,19 @@ class Head(nn.Module):
 
     def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
         """See `Drafter.start`."""
-        return _last_features(features, length_B - 1)
+        return self._last_features(features, length_B - 1)
 
     def advance(
         self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
     ) -> State:
         """See `Drafter.advance`."""
-        return _last_features(features, count_B - 1)
+        return self._last_features(features, count_B - 1)
+
+    def _last_features(self, features: Features, index_B: Tensor) -> LastFeatures:
+        rows = torch.arange(len(index_B), device=index_B.device)
+        # Taps may be there for others alone.
+        taps = features["taps"][rows, index_B] if self.taps else None
+        return LastFeatures(features["hidden"][rows, index_B], taps)
 
     def step(
         self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
@@ -251,14 +257,6 @@ def tap_layers(taps: list[int], layers: int) -> list[int]:
         if tap >= 0:
             result.append(tap)
     return result[::-1]
-
-
-def _last_features(features: Features, index_B: Tensor) -> LastFeatures:
-    rows = torch.arange(len(index_B), device=index_B.device)
-    taps = features.get("taps")
-    return LastFeatures(
-        features["hidden"][rows, index_B], None if taps is None else taps[rows, index_B]
-    )
 
 
 HEADS: dict[str, type[Head]] = {}

@@ -31,7 +31,7 @@ class Plan:
             more node costs, as a share of a forward over the root alone, times the speedup that is
             reached: the tokens that its time would bring elsewhere.  0 keeps all.
         tokens: what one forward may read, over all rows of a batch; leaves each row an equal share
-            of nodes.  None for no bound.
+            of nodes (without `nodes`, of each drafter's own chain).  None for no bound.
     """
 
     depth: int = 4

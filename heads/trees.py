@@ -62,8 +62,9 @@ def grow(
     if depth == 0 or plan.nodes == 0:
         return Draft.root(root_B)
     growth = _Growth(head, state, root_B, plan, sampling)
-    if head.trees and sampling.greedy and plan.tree is None and plan.nodes is not None:
-        return growth.best_first(depth, plan.nodes)
+    if sampling.greedy and plan.tree is None:
+        branching = head.trees and plan.nodes is not None
+        return growth.best_first(depth, plan.nodes or depth, CHILDREN if branching else 1)
     tree = planned_tree(plan, depth, head.trees)
     return growth.fixed(tree, noise) if tree else Draft.root(root_B)
 
@@ -95,13 +96,13 @@ class _Growth:
         self.width, self.count, self.start = 1, 1, 0
         self.memo: dict[str, Tensor] = {}
 
-    def best_first(self, depth: int, nodes: int) -> Draft:
-        """The `nodes` nodes of the highest path probability."""
+    def best_first(self, depth: int, nodes: int, children: int) -> Draft:
+        """The `nodes` nodes of the highest path probability; a chain where `children` is 1."""
         for level in range(1, depth + 1):
             if not self.width:
                 break
             scores_BWV, ids = self._expand(level)
-            children = min(CHILDREN, nodes, scores_BWV.shape[-1])
+            children = min(children, nodes, scores_BWV.shape[-1])
             token_BWC, path_BWC = self._likeliest(scores_BWV, children)
             path_BC = path_BWC.flatten(1)
             # A node outside the best `nodes` of its level has no descendant inside the best of all.
@@ -169,6 +170,7 @@ class _Growth:
 
     def _likeliest(self, scores_BWV: Tensor, children: int) -> tuple[Tensor, Tensor]:
         """[B, W, C] the likeliest columns after each node, and the path scores."""
+        scores_BWV = scores_BWV.to(torch.promote_types(torch.float32, scores_BWV.dtype))
         best_BWC, index_BWC = scores_BWV.topk(min(children, scores_BWV.shape[-1]), -1)
         law_BWC = (best_BWC - scores_BWV.logsumexp(-1, keepdim=True)).nan_to_num(nan=-torch.inf)
         path_BWC = self._above()[..., None] + law_BWC

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,22 @@ def build_drafter(
     return head if asked == "heads" else Merged([NGram(), head])
 
 
+def default_plan(drafter: Drafter) -> Plan:
+    """What does best without further knowledge: a tree of the nodes that are likely enough."""
+    return Plan(drafter.max_depth, nodes=TREE_NODES, worth=WORTH)
+
+
 def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
-    """The plan that is asked for, or the drafter's default.
+    """The plan that is asked for.
 
     Args:
-        asked: a Plan, or the depth of one.
+        asked: a Plan, or the depth of a chain; None for as long a one as the drafter has.
     Raises:
         InputError: a value out of range or a tree that is none.
     """
     deepest = drafter.max_depth
     if asked is None:
-        return Plan(depth=deepest, nodes=TREE_NODES, worth=WORTH)
+        return Plan(depth=deepest)
     plan = asked if isinstance(asked, Plan) else Plan(depth=asked)
     for name, low in (("depth", 0), ("nodes", 0), ("tokens", 1)):
         value = getattr(plan, name)
@@ -149,8 +155,9 @@ def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
             raise InputError(f"plan {name} is {getattr(plan, name)!r}", "Give a number in [0, 1].")
     if plan.tree is not None:
         try:
-            check_tree(plan.tree)
-        except ValueError as error:
+            plan = replace(plan, tree=tuple(tuple(path) for path in plan.tree))
+            check_tree(plan.tree or ())
+        except (TypeError, ValueError) as error:
             raise InputError(
                 f"plan tree: {error}", "List every node once, as child ranks."
             ) from None

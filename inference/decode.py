@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..heads.draft import Draft, Plan
+from ..heads.draft import Draft, Plan, padded
 from ..heads.protocols import Drafter, Features, Purpose
 from .noise import RowNoise
 from .sampling import RowSampling
@@ -117,7 +117,7 @@ class Batch:
         target, rows, stats = self.target, self.rows, self.stats
         lengths = [len(row.prompt) for row in rows]
         with stats.timed("prefill"):
-            ids_BT = _padded([[*row.prompt, 0] for row in rows], target.device)
+            ids_BT = padded([[*row.prompt, 0] for row in rows], 0, target.device)
             features = target.prefill(ids_BT[:, :-1], lengths, self.cache, self.taps)
             last_B = torch.tensor(lengths, device=target.device) - 1
             hidden_BD = features["hidden"][torch.arange(len(rows)), last_B]
@@ -146,9 +146,10 @@ class Batch:
         room = [row.limit - len(row.new) - 1 for row in self.rows]
         noise = RowNoise([row.seed for row in self.rows], [len(ids) for ids in history])
         with stats.timed("draft"):
-            plan = self.plan.shared(len(self.rows)).capped(max(room))
-            if sampling.greedy:  # else what a seed gives would depend on the rows beside it
-                plan = plan.priced(len(self.rows))
+            plan = self.plan.shared(len(self.rows))
+            # What a seed gives may not depend on the rows beside it; greedy text does not anyway.
+            if sampling.greedy or max(room) == 0:
+                plan = plan.priced(len(self.rows)).capped(max(room))
             draft = self.drafter.propose(self.state, root_B, plan, sampling, noise)
             draft = draft.shortened(room)
         with stats.timed("target"):
@@ -190,7 +191,8 @@ class Batch:
         emitted = path[1 : tokens + 1]
         self.stats.count_round(max(draft.depths[row]), len(emitted), tokens)
         names = draft.names or (self.drafter.name,)
-        bits = draft.sources[row] if draft.sources else [0] + [1] * (len(draft.depths[row]) - 1)
+        nodes = len(draft.depths[row])
+        bits = draft.sources[row][:nodes] if draft.sources else [0] + [1] * (nodes - 1)
         self.stats.count_drafters(names, bits, emitted)
 
     def _advance(self, verdicts: list[Verdict], features: Features) -> None:
@@ -203,10 +205,10 @@ class Batch:
             features = {name: value[alive] for name, value in features.items()}
             verdicts = [verdicts[b] for b in alive]
             self._drop_finished()
-        nodes_BM = _padded([verdict.path for verdict in verdicts], device)
+        nodes_BM = padded([verdict.path for verdict in verdicts], 0, device)
         rows_B1 = torch.arange(len(verdicts), device=device)[:, None]
         path_features = {name: value[rows_B1, nodes_BM] for name, value in features.items()}
-        committed_BM = _padded([verdict.tokens for verdict in verdicts], device)
+        committed_BM = padded([verdict.tokens for verdict in verdicts], 0, device)
         count_B = torch.tensor([len(verdict.path) for verdict in verdicts], device=device)
         with self.stats.timed("draft"):
             self.state = self.drafter.advance(self.state, committed_BM, count_B, path_features)
@@ -254,11 +256,6 @@ def _closed_up(alive: list[bool]) -> list[int]:
     kept = sum(alive)
     movers = [b for b in range(kept, len(alive)) if alive[b]]
     return [b if alive[b] else movers.pop() for b in range(kept)]
-
-
-def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
 
 
 def _paths(draft: Draft) -> Callable[[int, int], list[int]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..heads.draft import Draft, Plan
+from ..heads.draft import Draft, Plan, padded
 from ..heads.errors import InputError
 from ..heads.protocols import Features, Noise, Sampling, State
 from ..heads.trees import grow
@@ -94,8 +94,7 @@ class DraftModel:
             for guessed, row in zip(state.guessed, rows, strict=True):
                 guessed += row
         counts = [len(row) for row in rows]
-        width = max(counts)
-        ids_BN = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        ids_BN, width = padded(rows, 0), max(counts)
         ids_BN.clamp_(max=self.model.spec.vocab_size - 1)  # padding ids of a larger target
         chain = torch.ones(1, width, width, dtype=torch.bool).tril()
         features = self.model.forward(ids_BN.to(self.model.device), state.cache, chain, None, [])

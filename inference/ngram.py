@@ -21,7 +21,7 @@ ACCEPTED = (0.3, 0.55, 0.65, 0.7, 0.75, 0.85)
 """How often the latest place of the longest match, of 1, 2, .. tokens, is followed again: measured
 on answers of SmolLM2-135M, where it does not depend on how the match came about, so that each token
 copied rightly makes the match one longer."""
-ACCEPTED_LATER = 0.15  # the first token of another continuation
+ACCEPTED_LATER = 0.15  # the first token in which another continuation differs
 
 RECENT = 4
 """Places remembered for an n-gram, the latest ones: so that a lookup's cost does not grow with the
@@ -136,12 +136,14 @@ class NGram:
         for n, place in index.matches():
             copied, chance, new = tuple(index.copied(place, depth)), 1.0, False
             for i in range(depth):
-                rate = ACCEPTED[min(n + i, len(ACCEPTED)) - 1]
-                chance *= ACCEPTED_LATER if branches and not i else rate
-                if copied[: i + 1] in paths:
-                    chance = paths[copied[: i + 1]]
-                else:
-                    paths[copied[: i + 1]], new = chance, True
+                path = copied[: i + 1]
+                if path in paths:
+                    chance = paths[path]
+                    continue
+                # Where a later continuation leaves the ones before it, it is the less likely one.
+                later = branches > 0 and not new
+                chance *= ACCEPTED_LATER if later else ACCEPTED[min(n + i, len(ACCEPTED)) - 1]
+                paths[path], new = chance, True
             branches += new
             if branches == self.branches:
                 break

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from ..heads.draft import Plan
 from ..heads.errors import InputError
 from ..heads.protocols import Drafter
-from .assembly import build_drafter, build_plan, build_target, check_drafter, local_folder
+from .assembly import (
+    build_drafter,
+    build_plan,
+    build_target,
+    check_drafter,
+    default_plan,
+    local_folder,
+)
 from .decode import Record, Row, decode
 from .drafters import Plain
 from .prompts import prompt_ids, stop_rule
@@ -46,7 +53,7 @@ class Speculator:
     Args:
         target: the frozen model.
         drafter: None decodes plainly.
-        plan: draft length or Plan; the drafter's own when None.
+        plan: draft length or Plan; None for chains as long as the drafter has them.
     """
 
     def __init__(
@@ -77,7 +84,8 @@ class Speculator:
             drafter: "heads+ngram" (in one tree, the default with heads), "heads", "ngram", "none",
                 a draft model or its name, or any `Drafter`.
             tokenizer: of a loaded model; None when prompts are ids.
-            plan: draft length, or a Plan; the drafter's own when None.
+            plan: draft length, or a Plan; None for a tree of the nodes that are likely enough to
+                pay (`assembly.default_plan`).
             allow_other_target: accept heads trained for other weights of the same sizes.
             named: gguf_file=, dtype=, device=, adapter=, revision= of the target.
         Raises:
@@ -89,7 +97,7 @@ class Speculator:
         folder = None if heads is None else local_folder(str(heads))
         model = build_target(target, folder, tokenizer, named)
         drafts = build_drafter(drafter, model, folder, allow_other_target=allow_other_target)
-        return cls(model, drafts, plan)
+        return cls(model, drafts, default_plan(drafts) if plan is None else plan)
 
     def generate(
         self,

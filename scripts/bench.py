@@ -22,6 +22,7 @@ from selfdraft.heads.base import Head
 from selfdraft.heads.errors import InputError, exit_code, nearest
 from selfdraft.heads.protocols import Drafter
 from selfdraft.inference import loading
+from selfdraft.inference.assembly import default_plan
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
@@ -96,10 +97,13 @@ def build_methods(
             raise InputError(f"--against {name!r} is unknown", nearest(name, known))
     target, asked = spec.target, {"heads": Head, "heads+ngram": Merged, "ngram": NGram}
     ours = {"plain": Speculator(target)}
+    drafters = drafters_of(spec)
+    if len(drafters) == 1 and {"heads", "heads+ngram"} & set(against):
+        raise InputError("--against names heads, but none are loaded", "Give a heads folder.")
     for name in against:
-        for drafter in drafters_of(spec).values():
+        for drafter in drafters.values():
             if name in asked and isinstance(drafter, asked[name]):
-                ours[drafter.name] = Speculator(target, drafter)
+                ours[drafter.name] = Speculator(target, drafter, default_plan(drafter))
     ours[spec.drafter.name] = spec
     methods = [speculator_method(name, one, new_tokens, parts) for name, one in ours.items()]
     stock = [name for name in ("hf", "hf_lookup") if name in against]
@@ -178,6 +182,7 @@ def run(options: argparse.Namespace) -> int:
         heads=spec.drafter.name,
         depth=spec.plan.depth,
         nodes=spec.plan.nodes,
+        worth=spec.plan.worth,
         prompts=len(ids),
         prompt_file=Path(options.prompts).name,
         max_new_tokens=options.max_new_tokens,

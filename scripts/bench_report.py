@@ -88,6 +88,14 @@ def _median_speedup(method: Method, base: Method) -> float:
     return median(method.rate(i) / base.rate(i) for i in range(len(method.ids)))
 
 
+def first_difference(mine: list[int], other: list[int]) -> int | None:
+    """Where two outputs part; None where they do not."""
+    if mine == other:
+        return None
+    pairs = enumerate(zip(mine, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(mine), len(other)))
+
+
 def differences(
     target: TargetModel, method: Method, plain: Method, prompts: list[list[int]]
 ) -> list[dict[str, Any]]:
@@ -95,10 +103,9 @@ def differences(
     of rounding size is a near tie, a larger one a fault."""
     found = []
     for number, (mine, other) in enumerate(zip(method.ids, plain.ids, strict=True)):
-        if mine == other:
+        at = first_difference(mine, other)
+        if at is None:
             continue
-        pairs = zip(mine, other, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(other)))
         ids = torch.tensor([prompts[number] + other[:at]], device=target.device)
         hidden = target.features(ids, torch.tensor([ids.shape[1]]), [])["hidden"][0, -1]
         top = target.logits(hidden).topk(2).values.tolist()

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError, exit_code
-from selfdraft.inference.drafters import Merged
 from selfdraft.inference.speculator import Speculator
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench import read_prompts
@@ -65,9 +64,7 @@ def measure(
 def _with_nodes(spec: Speculator, nodes: int) -> Speculator:
     if not nodes:
         return Speculator(spec.target)
-    tree = isinstance(spec.drafter, Merged)
-    plan = Plan(spec.drafter.max_depth, nodes) if tree else Plan(min(nodes, spec.drafter.max_depth))
-    return Speculator(spec.target, spec.drafter, plan)
+    return Speculator(spec.target, spec.drafter, Plan(spec.drafter.max_depth, nodes))
 
 
 def show(entries: list[dict[str, Any]]) -> None:
@@ -95,7 +92,10 @@ def show(entries: list[dict[str, Any]]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints, and writes the JSON where one is asked for."""
-    sizes, batches = ([int(n) for n in text.split(",")] for text in (options.sizes, options.rows))
+    try:
+        sizes, batches = ([int(n) for n in s.split(",")] for s in (options.sizes, options.rows))
+    except ValueError as error:
+        raise InputError(f"--sizes or --rows: {error}", "Give numbers, as in 1,2,4.") from None
     if min(sizes) < 0 or min(batches) < 1 or options.max_new_tokens < 1:
         raise InputError("a size, a row count or --max-new-tokens is too small", "Give 1 or more.")
     sizes = [0, *(size for size in sizes if size)]
@@ -116,14 +116,15 @@ def run(options: argparse.Namespace) -> int:
     show(entries)
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps({"conditions": facts, "rows": entries}, indent=1))
+        report = {"conditions": facts, "rows": entries}
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0, or 2 for bad input."""
     cli = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
-    drafting.add_options(cli)
+    drafting.add_options(cli, plan=False)
     cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
     cli.add_argument("--limit", type=int, default=16, help="use the first N prompts")
     cli.add_argument("--max-new-tokens", type=int, default=48)

@@ -1,6 +1,6 @@
 """The console command `selfdraft`: one name for train.py and the scripts.
 
-selfdraft prepare-data|show-mask|train|generate|bench ARGS
+selfdraft COMMAND ARGS
 accelerate launch -m selfdraft.scripts.cli train ARGS       # in several processes
 """
 

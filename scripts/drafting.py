@@ -11,19 +11,22 @@ from selfdraft.inference.assembly import build_plan
 from selfdraft.inference.speculator import Speculator
 
 
-def add_options(cli: argparse.ArgumentParser) -> None:
-    """The options of every command that generates."""
+def add_options(cli: argparse.ArgumentParser, *, plan: bool = True) -> None:
+    """The options of every command that generates.
+
+    Args:
+        plan: those of the draft's size too, for a command that does not set it itself.
+    """
     cli.add_argument("heads", nargs="?", help="a heads folder or hub id, e.g. runs/quickstart")
     cli.add_argument(
         "--drafter", help="heads+ngram (default), heads, ngram, none, or a draft model's name"
     )
-    cli.add_argument(
-        "--draft", type=int, help="tokens drafted in a row; the drafter's own if unset"
-    )
-    cli.add_argument("--nodes", type=int, help="size of the draft tree; the drafter's own if unset")
     cli.add_argument("--target", help="another target than the one the heads name")
     cli.add_argument("--gguf-file", help="a file in the folder that --target names")
     cli.add_argument("--device", help="auto, cpu or cuda; auto if unset")
+    if plan:
+        cli.add_argument("--draft", type=int, help="chains of so many tokens")
+        cli.add_argument("--nodes", type=int, help="trees of so many nodes")
     cli.add_argument("--dtype", help="float32, bfloat16, float16; the trained one if unset")
 
 
@@ -33,8 +36,8 @@ def load(options: argparse.Namespace, **more: Any) -> Speculator:
     Raises:
         InputError: names or numbers that do not fit.
     """
-    for name in ("draft", "nodes"):
-        value = getattr(options, name)
+    draft, nodes = getattr(options, "draft", None), getattr(options, "nodes", None)
+    for name, value in (("draft", draft), ("nodes", nodes)):
         if value is not None and value < 0:
             raise InputError(f"--{name} is {value}", "Give 0 or more.")
     named = {name: getattr(options, name) for name in ("gguf_file", "device", "dtype")}
@@ -42,9 +45,7 @@ def load(options: argparse.Namespace, **more: Any) -> Speculator:
     spec = Speculator.from_pretrained(
         options.heads, target=options.target, drafter=options.drafter, **named, **more
     )
-    depth = spec.plan.depth if options.draft is None else options.draft
-    # A draft length alone asks for chains of it.
-    nodes = options.nodes if options.draft is not None or options.nodes else spec.plan.nodes
-    if (depth, nodes) != (spec.plan.depth, spec.plan.nodes):
+    if draft is not None or nodes is not None:
+        depth = spec.plan.depth if draft is None else draft
         spec.plan = build_plan(Plan(depth, nodes), spec.drafter)
     return spec

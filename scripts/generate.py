@@ -78,8 +78,9 @@ def _stream(
 
 def _about(head: Head, stats: Stats) -> str:
     """How far the head was trained, and whether it was of any use."""
-    length = head.trained_length or "unknown"
-    line = f"{head.kind} heads, trained on rows of up to {length} tokens"
+    line = f"{head.kind} heads"
+    if head.trained_length is not None:
+        line += f", trained on rows of up to {head.trained_length} tokens"
     drafted, accepted = (
         counts.get(head.name, 0) for counts in (stats.drafted_by, stats.accepted_by)
     )

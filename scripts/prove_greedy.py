@@ -24,7 +24,7 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench import drafters_of, read_prompts, stock_model
-from selfdraft.scripts.bench_report import conditions
+from selfdraft.scripts.bench_report import conditions, first_difference
 
 MARGINS = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 0.5, torch.float16: 0.05}
 """Largest float64 gap of two logits that counts as a near tie.  float32: forwards of unlike width
@@ -44,14 +44,6 @@ def ways(spec: Speculator) -> dict[str, tuple[Speculator, int]]:
                     rows,
                 )
     return found
-
-
-def first_difference(mine: list[int], other: list[int]) -> int | None:
-    """Where two outputs part; None where they do not."""
-    pairs = enumerate(zip(mine, other, strict=False))
-    shorter = min(len(mine), len(other))
-    at = next((i for i, (a, b) in pairs if a != b), shorter)
-    return None if mine == other else at
 
 
 def gap(precise: Any, target: TargetModel, ids: list[int]) -> float:
@@ -85,7 +77,14 @@ def run(options: argparse.Namespace) -> int:
         tokens = sum(map(len, out.token_ids))
         results.append({"way": name, "tokens": tokens, "tokens_per_round": tau, "gaps": gaps})
         print(f"{name}: {tokens} tokens, {tau:.2f} a round, gaps at first differences {gaps}")
-    facts = conditions(target, heads=spec.drafter.name, prompts=len(prompts))
+    facts = conditions(
+        target,
+        heads=spec.drafter.name,
+        prompts=len(prompts),
+        prompt_file=Path(options.prompts).name,
+        max_new_tokens=new_tokens,
+    )
+    facts["sampling"] = "greedy, one and eight rows at a time"
     report = {"conditions": facts, "largest_near_tie": MARGINS[target.dtype], "rows": results}
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0, 1 (a difference that is no near tie) or 2 (bad input)."""
     cli = argparse.ArgumentParser(prog="prove_greedy.py", description=__doc__.splitlines()[0])
-    drafting.add_options(cli)
+    drafting.add_options(cli, plan=False)
     cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
     cli.add_argument("--limit", type=int, default=10, help="use the first N prompts")
     cli.add_argument("--max-new-tokens", type=int, default=96)

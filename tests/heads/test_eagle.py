@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfdraft.heads import HEADS, InputError, load_head, losses, save_head
+from selfdraft.heads import HEADS, InputError, load_head, objectives, save_head
 from selfdraft.heads.base import Head, TargetWeights, tap_layers
 from selfdraft.heads.losses import loss_rows
 from selfdraft.inference.target import TargetModel
@@ -168,7 +168,7 @@ def test_t8_no_tensor_is_as_large_as_the_logits_of_a_batch(kind: str, monkeypatc
     head = make_head(kind, target.spec, depth=depth, draft_ids=list(range(vocab)), taps=[1])
     batch = batch_of([time] * rows, prompt=time - 12, vocab=vocab)
     features = target.features(batch["ids"], batch["length"], head.taps)
-    monkeypatch.setattr(losses, "CHUNK", 8 * vocab)
+    monkeypatch.setattr(objectives, "CHUNK", 8 * vocab)
     head(batch, features)  # what is made once, such as picked rows of the lm_head
     with Largest() as largest:
         head(batch, features)["loss"].sum().backward()
