@@ -110,12 +110,9 @@ class TargetModel:
                 model, gguf_file=gguf_file, revision=revision, dtype=kind, adapter=adapter
             )
         named: dict[str, Any] = {"model": model, "gguf_file": gguf_file, "revision": revision}
-        named |= {
-            "adapter": adapter,
-            "adapter_fingerprint": adapter and loading.adapter_fingerprint(adapter),
-            "random": random,
-            "seed": seed if random is not None else None,
-        }
+        named |= {"adapter": adapter, "random": random}
+        named["adapter_fingerprint"] = adapter and loading.adapter_fingerprint(adapter)
+        named["seed"] = None if random is None else seed
         loaded.requires_grad_(False)
         pack = pack and not loading.has_adapter_layers(loaded)
         return cls(loaded.to(place), tokenizer, pack=pack, named=named)
