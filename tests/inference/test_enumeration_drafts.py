@@ -88,7 +88,11 @@ def run(
     return distance(got, expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+# A slice of the seeds, half of it with zeros; `make proof` runs them all.
+SLICE = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.proof) for seed in SEEDS]
+
+
+@pytest.mark.parametrize("seed", SLICE)
 @pytest.mark.parametrize("case", CASES)
 def test_joint_law(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, case, seed) < TOLERANCE
