@@ -213,6 +213,3 @@ def check_loss(loss: Any) -> Any:
         if not (number and 0 < weight < math.inf):
             raise ValueError(f"weight {weight!r} of {name!r}: a number above 0 is wanted")
     return loss
-
-
-OBJECTIVES: dict[str, Objective] = {name: objective(name) for name in (*TERMS, ACCEPTED)}

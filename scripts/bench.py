@@ -9,7 +9,6 @@ transformers' own generate and prompt lookup on a second, stock copy of the same
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
-from selfdraft.scripts.bench_report import Method, conditions, differences, row, show
+from selfdraft.scripts.bench_report import Method, conditions, differences, row, show, write
 from selfdraft.train.config import resolve_path
 from selfdraft.train.formats import prompt_messages
 from selfdraft.train.reading import RowError, read_rows
@@ -189,9 +188,7 @@ def run(options: argparse.Namespace) -> int:
     )
     report = {"conditions": facts, "rows": rows}
     show(report)
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    write(report, options.json)
     return 0
 
 

@@ -8,7 +8,6 @@ Greedy; every size and plain decoding (size 0) generate the same batches, one af
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.speculator import Speculator
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench import read_prompts
-from selfdraft.scripts.bench_report import conditions
+from selfdraft.scripts.bench_report import conditions, write
 
 
 def measure(
@@ -114,10 +113,7 @@ def run(options: argparse.Namespace) -> int:
     )
     facts["sampling"] = "greedy, wall time with prefill"
     show(entries)
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        report = {"conditions": facts, "rows": entries}
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    write({"conditions": facts, "rows": entries}, options.json)
     return 0
 
 

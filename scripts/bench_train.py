@@ -30,7 +30,7 @@ from selfdraft.heads.layers import ResidualBlock
 from selfdraft.heads.losses import loss_rows
 from selfdraft.heads.objectives import CHUNK
 from selfdraft.inference.target import TargetModel
-from selfdraft.scripts.bench_report import conditions
+from selfdraft.scripts.bench_report import conditions, write
 from selfdraft.train import setup
 from selfdraft.train.config import TrainConfig, load_config
 from selfdraft.train.data import check_data, load_documents
@@ -218,9 +218,7 @@ def run(options: argparse.Namespace) -> int:
         row["vs_yardstick"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
     report = {"conditions": facts, "rows": rows}
     show(report)
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    write(report, options.json)
     return 0
 
 

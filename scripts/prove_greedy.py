@@ -11,7 +11,6 @@ that one of them is no near tie.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench import drafters_of, read_prompts, stock_model
-from selfdraft.scripts.bench_report import conditions, first_difference
+from selfdraft.scripts.bench_report import conditions, first_difference, write
 
 MARGINS = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 0.5, torch.float16: 0.05}
 """Largest float64 gap of two logits that counts as a near tie.  float32: forwards of unlike width
@@ -86,9 +85,7 @@ def run(options: argparse.Namespace) -> int:
     )
     facts["sampling"] = "greedy, one and eight rows at a time"
     report = {"conditions": facts, "largest_near_tie": MARGINS[target.dtype], "rows": results}
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    write(report, options.json)
     tokens = sum(row["tokens"] for row in results)
     different = [gap for row in results for gap in row["gaps"]]
     print(f"{tokens} tokens, {len(different)} differences, widest {max(different, default=0):.1e}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from selfdraft.train.config import PACKAGE, TrainConfig
+from selfdraft.train.config import TrainConfig
 
 TESTS = Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv_backend", "c10d"]
@@ -57,9 +57,3 @@ def finish(process: subprocess.Popen[str], code: int = 0, seconds: int = 240) ->
         process.kill()
     assert process.returncode == code, printed
     return printed
-
-
-def train_in(processes: int, path: Path, config: TrainConfig, *arguments: str, **more: str) -> str:
-    """The root train.py to its end; returns what was printed."""
-    file = write_config(path, config)
-    return finish(start(processes, PACKAGE / "train.py", str(file), *arguments, **more))

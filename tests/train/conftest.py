@@ -1,7 +1,23 @@
-"""Targets that the tests of training share."""
+"""What the tests of training share: targets, and an accelerator of one process."""
 
 import pytest
+import training
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from chats import CHATML, LLAMA3, bpe, make_target
+
+from selfdraft.inference.target import TargetModel
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return training.make_target()
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=True)
 
 
 @pytest.fixture(scope="session")

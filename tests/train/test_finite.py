@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from training import LLAMA, documents, make_config, make_target, random_head, train
+from training import LLAMA, documents, make_config, random_head, train
 
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
@@ -18,17 +18,6 @@ from selfdraft.train.packing import Document
 from selfdraft.train.step import PATIENCE, Stepper
 
 LENGTHS = [9, 24, 12, 17, 30, 9, 11, 20]
-
-
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return make_target()
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(cpu=True)
 
 
 class Poisoned(OnlineFeatures):

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from training import documents, make_config, make_double, make_target, metrics, random_head, train
 
@@ -23,17 +21,6 @@ from selfdraft.train.packing import Document, collate
 from selfdraft.train.step import Batches, Stepper, learning_rate
 
 LENGTHS = [9, 24, 12, 17, 30, 9, 11, 20]
-
-
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return make_target()
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(cpu=True)
 
 
 def losses(head: Head, target: TargetModel, rows: list[Document]) -> torch.Tensor:
