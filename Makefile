@@ -31,7 +31,7 @@ quickstart: $(VENV)/.installed ## train heads on a small real model and time the
 		--limit 8 --max-new-tokens 64 --against plain,hf,ngram,heads --json runs/quickstart/bench.json
 
 test: lint ## ruff, mypy and pytest
-	HF_HUB_OFFLINE=1 $(PY) -m pytest
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(CPUS) --dist worksteal
 
 lint: $(VENV)/.dev ## ruff and mypy alone
 	$(PY) -m ruff check .

@@ -93,10 +93,15 @@ class Hydra(Head):
         memo: dict[str, Tensor],
     ) -> Tensor:
         """See `Head.step`."""
-        if "state" not in memo:
+        newest = self._embed([paths_BWk[..., -1]])
+        if not memo:
             memo["state"] = self._state(state.hidden_BD, state.taps_BKD)[:, None]
-        tokens = self._embed(list(paths_BWk.unbind(-1)))
-        return state.hidden_BD[:, None] + self.mlps[paths_BWk.shape[-1] - 1](memo["state"], tokens)
+            memo["tokens"] = newest
+        else:
+            place = place_BW[..., None].expand(-1, -1, memo["tokens"].shape[-1])
+            memo["tokens"] = torch.cat([memo["tokens"].gather(1, place), newest], -1)
+        mlp = self.mlps[paths_BWk.shape[-1] - 1]
+        return state.hidden_BD[:, None] + mlp(memo["state"], memo["tokens"])
 
     def _embed(self, tokens: list[Tensor]) -> Tensor:
         return torch.cat([self.embed_norm(self.spec.embed(token)) for token in tokens], -1)

@@ -24,8 +24,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Args: x [.., D].  Returns [.., D] in the dtype of x."""
         wide = x.to(torch.promote_types(torch.float32, x.dtype))
-        scale = wide.pow(2).mean(-1, keepdim=True).add(self.eps).rsqrt()
-        return (wide * scale * self.weight).to(x.dtype)
+        weight = self.weight.to(wide.dtype)
+        return nn.functional.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
 
 
 class TapNorm(nn.Module):

@@ -148,20 +148,21 @@ class _Growth:
         )
 
     def _expand(self, level: int) -> tuple[Tensor, Tensor | None]:
-        """Scores [B, W, V] of the tokens after the last level's nodes, -inf everywhere where a node
-        has no law (NaN, inf); and the target ids that the V columns stand for, all when None."""
+        """Scores [B, W, V] of the tokens after the last level's nodes, of which no law can be made
+        where the head gave NaN or inf; and the target ids that the V columns stand for, all when
+        None."""
         head, sampling = self.head, self.sampling
         paths_BWk = self.paths_BWk[:, : self.width]
         hidden_BWD = head.step(self.state, paths_BWk, self.place_BW[:, : self.width], self.memo)
-        logits_BWV, ids = head.draft_logits(hidden_BWD, level), head.draft_ids
-        lawless_BW = ~logits_BWV.amax(-1).isfinite()  # the maximum of NaN and inf is not finite
-        if not sampling.raw_greedy:
-            logits_BWV = logits_BWV.masked_fill(lawless_BW[..., None], 0.0)
-            logits_BWV = scatter_logits(logits_BWV, ids, head.spec.vocab_size)
-            so_far = paths_BWk[..., 1:].tolist()
-            logits_BWV = sampling.scores(logits_BWV, lambda row, node: so_far[row][node])
-            ids = None
-        return logits_BWV.masked_fill(lawless_BW[..., None], -torch.inf), ids
+        logits_BWV = head.draft_logits(hidden_BWD, level)
+        if sampling.raw_greedy:
+            return logits_BWV, head.draft_ids
+        lawless_BW1 = ~logits_BWV.amax(-1, keepdim=True).isfinite()  # so is that of NaN and inf
+        logits_BWV = logits_BWV.masked_fill(lawless_BW1, 0.0)
+        logits_BWV = scatter_logits(logits_BWV, head.draft_ids, head.spec.vocab_size)
+        so_far = paths_BWk[..., 1:].tolist()
+        scores_BWV = sampling.scores(logits_BWV, lambda row, node: so_far[row][node])
+        return scores_BWV.masked_fill(lawless_BW1, -torch.inf), None
 
     def _above(self) -> Tensor:
         """[B, W] path scores of the nodes that get children: none below the floor does."""
@@ -171,9 +172,9 @@ class _Growth:
     def _likeliest(self, scores_BWV: Tensor, children: int) -> tuple[Tensor, Tensor]:
         """[B, W, C] the likeliest columns after each node, and the path scores."""
         scores_BWV = scores_BWV.to(torch.promote_types(torch.float32, scores_BWV.dtype))
-        best_BWC, index_BWC = scores_BWV.topk(min(children, scores_BWV.shape[-1]), -1)
-        law_BWC = (best_BWC - scores_BWV.logsumexp(-1, keepdim=True)).nan_to_num(nan=-torch.inf)
-        path_BWC = self._above()[..., None] + law_BWC
+        law_BWV = scores_BWV.log_softmax(-1)  # all NaN where there is none
+        best_BWC, index_BWC = law_BWV.topk(min(children, scores_BWV.shape[-1]), -1)
+        path_BWC = self._above()[..., None] + best_BWC.nan_to_num(nan=-torch.inf)
         missing = children - path_BWC.shape[-1]
         if missing:
             index_BWC = torch.nn.functional.pad(index_BWC, (0, missing))

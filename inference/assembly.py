@@ -14,7 +14,7 @@ from ..heads.draft import Plan
 from ..heads.errors import InputError, nearest
 from ..heads.protocols import Drafter
 from ..heads.shapes import check_tree
-from . import packed
+from . import packed, rounded
 from .draft_model import DraftModel
 from .drafters import Merged, Plain
 from .ngram import NGram
@@ -125,7 +125,7 @@ def build_drafter(
         return DraftModel(TargetModel.load(asked, device=str(target.device)), target)
     head = load_head(folder, target.spec, allow_other_target=allow_other_target)
     if target.packed:
-        packed.pack_linears(head)
+        packed.pack_linears(head, rounded.product)
     return head if asked == "heads" else Merged([NGram(), head])
 
 

@@ -14,6 +14,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+Product = Callable[[Tensor], Tensor]
+Make = Callable[[Tensor, Tensor | None], Product]
+
 ROWS_HINT = 8  # the width oneDNN is asked to lay the weight out for
 
 
@@ -27,14 +30,10 @@ def packing_available() -> bool:
         return False
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _packed(weight: Tensor, bias: Tensor | None) -> Product:
     operators = torch.ops.mkldnn
     reordered = operators._reorder_linear_weight(weight.detach().contiguous(), ROWS_HINT)
-
-    def product(x: Tensor) -> Tensor:
-        return operators._linear_pointwise(x, reordered, bias, "none", [], "")
-
-    return product
+    return lambda x: operators._linear_pointwise(x, reordered, bias, "none", [], "")
 
 
 def packable(weight: Tensor) -> bool:
@@ -42,24 +41,20 @@ def packable(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and packing_available()
 
 
-def linear(weight: Tensor, packed: bool) -> Callable[[Tensor], Tensor]:
-    """x [.., in] -> x W^T [.., out]; reordered when asked for and possible.
-
-    With packed=False, gradients reach x.
-    """
-    if packed and packable(weight):
-        return _packed(weight, None)
-    return lambda x: nn.functional.linear(x, weight)
+def product(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """x [.., in] -> x W^T + bias [.., out]: reordered where possible, else PyTorch's own."""
+    if packable(weight):
+        return _packed(weight, bias)
+    return lambda x: nn.functional.linear(x, weight, bias)
 
 
 class PackedLinear(nn.Module):
-    """A frozen nn.Linear on a reordered weight.  No gradient passes through it."""
+    """A frozen nn.Linear on a weight in another form.  No gradient passes through it."""
 
-    def __init__(self, source: nn.Linear) -> None:
+    def __init__(self, source: nn.Linear, make: Make) -> None:
         super().__init__()
         self.in_features, self.out_features = source.in_features, source.out_features
-        bias = None if source.bias is None else source.bias.detach()
-        self.product = _packed(source.weight, bias)
+        self.product = make(source.weight, None if source.bias is None else source.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """Args: x [.., in_features].  Returns [.., out_features]."""
@@ -77,10 +72,10 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class _SharedProduct:
     """The products of several linears with one input, computed when the first of them is asked."""
 
-    def __init__(self, sources: list[nn.Linear]) -> None:
+    def __init__(self, sources: list[nn.Linear], make: Make) -> None:
         weight = torch.cat([source.weight.detach() for source in sources])
         biases = [source.bias.detach() for source in sources if source.bias is not None]
-        self.product = _packed(weight, torch.cat(biases) if biases else None)
+        self.product = make(weight, torch.cat(biases) if biases else None)
         self._memo: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
@@ -106,18 +101,20 @@ class SharedLinear(nn.Module):
         return self.shared(x, self.last)[..., self.columns]
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, make: Make = product) -> int:
     """Replaces the linears below `model` in place and frees their weights.
 
+    Args:
+        make: gives the product of a weight and a bias.
     Returns:
         how many were replaced; 0 where the operators do not exist.
     """
     count = 0
     for parent in list(model.modules()):
-        count += sum(_share(parent, names) for names in SIBLINGS)
+        count += sum(_share(parent, names, make) for names in SIBLINGS)
         for name, child in list(parent.named_children()):
             if _is_packable(child):
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child, make))
                 count += 1
     return count
 
@@ -126,7 +123,7 @@ def _is_packable(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and packable(module.weight)
 
 
-def _share(parent: nn.Module, names: tuple[str, ...]) -> int:
+def _share(parent: nn.Module, names: tuple[str, ...], make: Make) -> int:
     """Replaces siblings by one product, where all are there and alike; returns how many."""
     sources = [getattr(parent, name, None) for name in names]
     if not all(map(_is_packable, sources)):
@@ -134,7 +131,7 @@ def _share(parent: nn.Module, names: tuple[str, ...]) -> int:
     linears = [source for source in sources if isinstance(source, nn.Linear)]
     if len({(source.in_features, source.bias is None) for source in linears}) > 1:
         return 0
-    shared, start = _SharedProduct(linears), 0
+    shared, start = _SharedProduct(linears, make), 0
     for name, source in zip(names, linears, strict=True):
         setattr(parent, name, SharedLinear(shared, start, source, name == names[-1]))
         start += source.out_features

@@ -1,4 +1,4 @@
-"""From hidden states to logits: the lm_head, dense or packed, whole or some of its rows.
+"""From hidden states to logits: the lm_head, dense, packed or rounded, whole or some of its rows.
 
 Shape suffixes: D hidden width, V vocabulary.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.errors import InputError
-from . import packed
+from . import packed, rounded
 
 Project = Callable[[Tensor], Tensor]
 
@@ -31,12 +31,19 @@ class Projection:
         self.vocab_size = config.vocab_size if self.weight is None else self.weight.shape[0]
         self._made: dict[Any, tuple[Tensor | None, Project]] = {}
 
-    def __call__(self, rows: Tensor | None, use_packed: bool) -> Project:
+    def __call__(self, rows: Tensor | None, drafting: bool) -> Project:
         """See `TargetSpec.projector`."""
-        key = (use_packed, None if rows is None else (rows.data_ptr(), len(rows)))
+        return self._kept(rows, rounded.product if drafting else _dense)
+
+    def serving(self, hidden: Tensor) -> Tensor:
+        """Logits [.., V] for inference; no gradient passes through them."""
+        return self._kept(None, packed.product)(hidden)
+
+    def _kept(self, rows: Tensor | None, make: packed.Make) -> Project:
+        key = (make, None if rows is None else (rows.data_ptr(), len(rows)))
         if key not in self._made:
             # The rows are kept as well: their address is the key.
-            self._made[key] = rows, self._make(rows, use_packed)
+            self._made[key] = rows, self._make(rows, make)
         return self._made[key][1]
 
     def weight_rows(self, rows: Tensor | None = None) -> Tensor:
@@ -52,16 +59,18 @@ class Projection:
             )
         return self.weight.detach() if rows is None else self.weight.detach()[rows]
 
-    def _make(self, rows: Tensor | None, use_packed: bool) -> Project:
+    def _make(self, rows: Tensor | None, make: packed.Make) -> Project:
         if not isinstance(self.lm_head, nn.Linear):
             whole: Project = self.lm_head
             pick = whole if rows is None else lambda hidden: whole(hidden)[..., rows]
             return lambda hidden: scale_logits(self.config, pick(hidden))
-        product, bias = packed.linear(self.weight_rows(rows), use_packed), self.lm_head.bias
-        if bias is None:
-            return lambda hidden: scale_logits(self.config, product(hidden))
-        part = bias if rows is None else bias[rows]
-        return lambda hidden: scale_logits(self.config, product(hidden) + part)
+        bias = self.lm_head.bias
+        product = make(self.weight_rows(rows), bias if bias is None or rows is None else bias[rows])
+        return lambda hidden: scale_logits(self.config, product(hidden))
+
+
+def _dense(weight: Tensor, bias: Tensor | None) -> Project:
+    return lambda hidden: nn.functional.linear(hidden, weight, bias)
 
 
 def scale_logits(config: Any, logits: Tensor) -> Tensor:

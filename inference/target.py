@@ -215,7 +215,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] for inference."""
-        return self._projection(None, True)(hidden)
+        return self._projection.serving(hidden)
 
     # -- forwards --------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class TableTarget:
             num_layers=1,
             max_positions=64,
             embed=lambda ids: embedding[ids],
-            projector=lambda rows, packed: (
+            projector=lambda rows, drafting: (
                 lambda h: h @ (self._head if rows is None else self._head[rows]).T
             ),
             identity={},

@@ -167,7 +167,8 @@ def test_draft_is_valid(make: Make, sampled: bool) -> None:
         if sampled and nodes > 1:
             laws = draft.q_BNV[:, :-1]
             torch.testing.assert_close(laws.sum(-1), torch.ones(2, nodes - 1))
-            assert ((laws > 0).sum(-1) <= 5).all()
+            # Equal values pass top-k together.
+            assert all(len(law_V[law_V > 0].unique()) <= 5 for law_V in laws.flatten(0, 1))
             assert (laws.gather(2, drafted[..., None]) > 0).all()
 
 
