@@ -18,6 +18,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from selfdraft.inference.rounded import rounding_available
 from selfdraft.inference.target import TargetModel
 
 Generate = Callable[[list[int]], tuple[list[int], float]]
@@ -118,6 +119,7 @@ def conditions(target: TargetModel, **of_the_run: Any) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         **target.conditions(),
+        "head_linears": "weights in 8 bits" if target.packed and rounding_available() else "torch",
         **of_the_run,
         "sampling": "greedy, one prompt at a time, wall time with prefill",
         "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",

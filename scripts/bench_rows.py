@@ -2,7 +2,8 @@
 
 python scripts/bench_rows.py runs/hydra --json docs/results/rows.json
 
-Greedy; every size and plain decoding (size 0) generate the same batches, one after the other.
+Greedy; every size, the default plan (nodes that pay, 16 at most) and plain decoding (size 0)
+generate the same batches, one after the other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError, exit_code
+from selfdraft.inference.assembly import default_plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench import read_prompts
@@ -30,11 +32,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One entry a tree size for batches of `rows`: tokens/s, tokens a round, the ratio to plain and
     how many outputs equal plain's."""
-    speculators = {size: _with_nodes(spec, size) for size in sizes}
-    seconds: dict[int, float] = defaultdict(float)
-    tokens: dict[int, int] = defaultdict(int)
-    same: dict[int, int] = defaultdict(int)
-    rounds: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    speculators: dict[int | str, Speculator] = {size: _with_nodes(spec, size) for size in sizes}
+    speculators["default"] = Speculator(spec.target, spec.drafter, default_plan(spec.drafter))
+    seconds: dict[int | str, float] = defaultdict(float)
+    tokens: dict[int | str, int] = defaultdict(int)
+    same: dict[int | str, int] = defaultdict(int)
+    rounds: dict[int | str, list[int]] = defaultdict(lambda: [0, 0])
     for start in range(0, len(prompts), rows):
         batch, plain = prompts[start : start + rows], None
         for size, one in speculators.items():
@@ -46,7 +49,7 @@ def measure(
             rounds[size][1] += out.stats.rounds
             plain = plain or out.token_ids
             same[size] += sum(a == b for a, b in zip(out.token_ids, plain, strict=True))
-    rate = {size: tokens[size] / seconds[size] for size in sizes}
+    rate = {size: tokens[size] / seconds[size] for size in speculators}
     return [
         {
             "rows": rows,
@@ -56,7 +59,7 @@ def measure(
             "speedup_vs_plain": rate[size] / rate[0],
             "identical": f"{same[size]}/{len(prompts)}",
         }
-        for size in sizes
+        for size in speculators
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fixtures import EOS, LLAMA, VOCAB, Scripted, make_head, stock
 
-from selfdraft.heads import HEADS
+from selfdraft.heads import HEADS, Plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 
@@ -30,10 +30,11 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 20.0,
     },
 }
-# (drafter, plan, side): a head kind with its draft length, or a script of right tokens, as a chain
-# or as a tree in which every right token is the second child.
+# (drafter, plan, side): a head kind with its draft length or tree, or a script of right tokens, as
+# a chain or as a tree in which every right token is the second child.
 DRAFTS = [
     *((kind, 4, False) for kind in sorted(HEADS)),
+    *((kind, Plan(4, nodes=9), False) for kind in sorted(HEADS)),
     ("hydra", 1, False),
     ("script", 4, False),
     ("script", 4, True),
@@ -64,7 +65,7 @@ def setup(name: str) -> tuple[TargetModel, list[list[int]]]:
 @pytest.mark.parametrize("name", WINDOWED)
 @pytest.mark.parametrize(("drafter", "plan", "side"), DRAFTS)
 def test_greedy_past_the_window_is_transformers(
-    name: str, drafter: str, plan: int, side: bool
+    name: str, drafter: str, plan: Plan | int, side: bool
 ) -> None:
     target, answers = setup(name)
     if drafter == "script":
