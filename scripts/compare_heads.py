@@ -101,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
     if options.variants is None:
         variants = experiments.kinds(options, options.kinds.split(","), limits)
     else:
-        variants = experiments.from_file(options, limits)
+        named = experiments.read_variants(Path(options.variants))
+        variants = experiments.overridden(options, named, limits)
     with experiments.workplace(Path(options.output)) as lock:
         experiments.train_all(variants, lock)
         report = measure(options, variants)

@@ -78,7 +78,7 @@ def add_options(cli: argparse.ArgumentParser, output: str) -> None:
     """The options of every command that trains variants."""
     cli.add_argument("config", help="a YAML file, such as configs/hydra.yaml")
     cli.add_argument("overrides", nargs="*", metavar="key=value", help="for all variants")
-    cli.add_argument("--variants", help="YAML file: name -> {dotted key: value}")
+    cli.add_argument("--variants", help="YAML file, a line each: NAME: {dotted.key: value}")
     cli.add_argument("--minutes", type=float, help="of training for each variant")
     cli.add_argument("--output", default=output, help="folder of all runs")
 
@@ -115,31 +115,36 @@ def kinds(options: argparse.Namespace, names: list[str], limits: list[str]) -> l
     return found
 
 
-def from_file(
-    options: argparse.Namespace, limits: list[str], more: list[str] | None = None
-) -> list[Variant]:
-    """The variants of the file `options.variants`.
+def read_variants(path: Path) -> dict[str, dict[str, Any]]:
+    """Names and what each sets: {dotted key: value}.
 
-    Args:
-        more: overrides of all of them that are none of the data's.
     Raises:
-        InputError: another form than name -> {dotted key: value}.
+        InputError: no such file, or another form.
     """
-    path = Path(options.variants)
     if not path.is_file():
         raise InputError(f"{path} does not exist", "Name a file: name -> {dotted key: value}.")
     named, problems = parse_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(named, dict) or not all(isinstance(v, dict) for v in named.values()):
-        problems = problems or ["want name -> {dotted key: value}"]
-    problems += [f"{n!r} is no name" for n in named or () if not re.fullmatch(r"[\w.-]+", str(n))]
+        problems, named = problems or ["it is not name -> {dotted key: value}"], {}
+    problems += [f"{n!r} is no name" for n in named if not re.fullmatch(r"[\w.-]+", str(n))]
     if problems:
         raise InputError(f"{path}: {'; '.join(problems)}", "For example  tv: {head.loss: tv}")
-    common = options.overrides + limits
-    base, found = load_config(options.config, common), []
+    return {str(name): fields for name, fields in named.items()}
+
+
+def overridden(
+    options: argparse.Namespace, named: dict[str, dict[str, Any]], more: list[str]
+) -> list[Variant]:
+    """A variant for each of `named`, see `read_variants`.
+
+    Args:
+        more: overrides of all of them.
+    """
+    base, found = load_config(options.config, options.overrides), []
     for name, fields in named.items():
         own = [f"{key}={json.dumps(value)}" for key, value in fields.items()]
-        config = load_config(options.config, common + own + (more or []))
-        found.append(make_variant(str(name), base, config, Path(options.output)))
+        config = load_config(options.config, options.overrides + own + more)
+        found.append(make_variant(name, base, config, Path(options.output)))
     return found
 
 
