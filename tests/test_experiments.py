@@ -188,7 +188,7 @@ def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(experiments, "train", train)
     arguments = [*place(tmp_path), "--steps", "4", "--seeds", "0,1"]
-    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}\nwide: {head.width: 96}\n")
+    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}\nwide: {head.width: 256}\n")
     arguments += ["--variants", str(tmp_path / "v.yaml")]
     assert sweep.main(arguments) == 0
     assert [c.seed for c in made] == [0, 0, 0, 1, 1, 1]
@@ -231,9 +231,9 @@ def test_watched_chains_are_accepted_with_the_chance_that_is_noted():
     head = make_head("hydra", target.spec, depth=3)
     total = [[0.0] * 3 for _ in range(3)]
     for prompt in range(8):
-        watched = Watched(head, target, 0.8, tokens)
+        watched = Watched(head, target, 3.0, tokens)
         spec = bench.Speculator(target, watched, 3)
-        asked = {"do_sample": True, "temperature": 0.8, "seed": prompt}
+        asked = {"do_sample": True, "temperature": 3.0, "seed": prompt}
         out = spec.generate([prompt + 1, 5, 9], max_new_tokens=tokens, **asked)
         assert watched.accepted[0] <= out.stats.accepted_by_depth[0]
         for sums, part in zip(

@@ -150,11 +150,11 @@ def test_tau_at_temperature_1_is_the_joint_prefix_of_the_answers_drawn_at_it(tar
         batch, states = collate([document]), features.get([document])
         head.eval()
         for t in range(len(document.ids) - 5 - 2, len(document.ids) - 2):
-            reached = 1.0
+            reached, places = 1.0, [torch.tensor([t])] * 3 + [torch.tensor([0])]
             for k in range(1, 4):
                 if t + 1 + k >= len(document.ids):
                     break
-                drafts = head.unroll(batch, states, [torch.tensor([t])] * k)[k - 1][0]
+                drafts = head.unroll(batch, states, places[:k] + places[3:] * (3 - k))[k - 1][0]
                 q = head.spec.logits(drafts).double().softmax(-1)
                 p = head.spec.logits(states["hidden"][0, t + k]).double().softmax(-1)
                 token = document.ids[t + 1 + k]
