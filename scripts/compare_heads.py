@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from selfdraft.heads import HEADS
+from selfdraft.heads import HEADS, Head
 from selfdraft.heads.errors import exit_code
 from selfdraft.heads.protocols import Drafter
 from selfdraft.inference.assembly import build_drafter, default_plan
@@ -78,15 +78,16 @@ def acceptance(
     spec: Speculator, prompts: list[list[int]], options: argparse.Namespace, ledger: Path
 ) -> dict[str, Any]:
     """Acceptance of a head's sampled chains by depth, beside the chances that its laws gave."""
-    tokens, temperature = options.max_new_tokens, options.temperature
+    head, tokens, temperature = spec.drafter, options.max_new_tokens, options.temperature
+    assert isinstance(head, Head)
     found = bench.each_prompt(
-        prompts, lambda ids: watch(spec.drafter, spec.target, ids, tokens, temperature), ledger
+        prompts, lambda ids: watch(head, spec.target, ids, tokens, temperature), ledger
     )
     judged, accepted, chance = (
         [sum(d) for d in zip(*s, strict=True)] for s in zip(*found, strict=True)
     )
     return {
-        "name": spec.drafter.name,
+        "name": head.name,
         "judged": judged,
         "accepted": [a / n if n else None for a, n in zip(accepted, judged, strict=True)],
         "one_minus_tv": [c / n if n else None for c, n in zip(chance, judged, strict=True)],

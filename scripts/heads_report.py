@@ -44,7 +44,7 @@ def write_page(report: dict[str, Any], path: Path) -> None:
         "# Heads compared",
         f"From [{path.name}]({path.name}), by scripts/compare_heads.py. Conditions: {facts}.",
         "## Training",
-        _trained(report),
+        table(TRAINED, report["heads"]),
         "Each head had the same minutes of training steps on the same answers (tokens: answer "
         "tokens that were learned from). tau: tokens a round of a chain, on held-out answers, "
         "greedy and sampled at temperature 1; by depth, the probability that the first k drafted "
@@ -65,23 +65,39 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     path.with_suffix(".md").write_text("\n\n".join(part.strip() for part in parts) + "\n")
 
 
-def _trained(report: dict[str, Any]) -> str:
-    columns = ("head", "parameters", "minutes", "steps", "tokens/s", "tau T=0", "by depth")
-    names = ("name", "parameters", "minutes", "steps", "tokens_per_second", "tau", "tau_by_depth")
-    columns += ("tau T=1", "by depth")
-    names += ("tau_t1", "tau_t1_by_depth")
-    return markdown(columns, ([head[name] for name in names] for head in report["heads"]))
+TRAINED = {
+    "name": "head",
+    "parameters": "parameters",
+    "minutes": "minutes",
+    "steps": "steps",
+    "tokens_per_second": "tokens/s",
+    "tau": "tau T=0",
+    "tau_by_depth": "by depth",
+    "tau_t1": "tau T=1",
+    "tau_t1_by_depth": "by depth",
+}
+TIMED = {
+    "name": "method",
+    "parameters": "parameters",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_round": "tokens a round",
+    "speedup_vs_plain": "x plain",
+    "decode_speedup_vs_plain": "decoding",
+    "speedup_vs_hf": "x hf",
+    "decode_speedup_vs_hf": "decoding",
+    "identical": "identical",
+}
+
+
+def table(columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> str:
+    """The figures named by the keys of `columns`, under its values."""
+    return markdown(list(columns.values()), ([row.get(name) for name in columns] for row in rows))
 
 
 def _speed(report: dict[str, Any]) -> str:
-    names = ("tokens_per_second", "tokens_per_round", "speedup_vs_plain")
-    names += ("decode_speedup_vs_plain", "speedup_vs_hf", "decode_speedup_vs_hf", "identical")
-    columns = ("method", "parameters", "tokens/s", "tokens a round", "x plain", "decoding")
-    columns += ("x hf", "decoding", "identical")
     sizes = {head["name"]: head["parameters"] for head in report["heads"]}
-    rows = report["rows"]
-    cells = ([r["name"], sizes.get(r["name"].split("+")[0]), *(r[n] for n in names)] for r in rows)
-    return markdown(columns, cells)
+    rows = ({"parameters": sizes.get(r["name"].split("+")[0]), **r} for r in report["rows"])
+    return table(TIMED, rows)
 
 
 def _differences(report: dict[str, Any]) -> list[str]:

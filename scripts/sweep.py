@@ -21,7 +21,7 @@ from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import bench, experiments
 from selfdraft.scripts.bench_report import conditions, write
 from selfdraft.scripts.experiments import Variant
-from selfdraft.scripts.heads_report import markdown
+from selfdraft.scripts.heads_report import table
 
 BASE = "base"
 COLUMNS = {
@@ -66,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
     """Trains, decodes a little, prints, and writes JSON and page."""
     bench.check_numbers(options)
     limits, seeds = experiments.schedule(options, options.steps), _seeds(options.seeds)
-    named = {BASE: {}} | experiments.read_variants(Path(options.variants))
+    named: dict[str, dict[str, Any]] = {BASE: {}} | experiments.read_variants(
+        Path(options.variants)
+    )
     by_seed = [experiments.overridden(options, named, [*limits, f"seed={s}"]) for s in seeds]
     with experiments.workplace(Path(options.output)) as lock:
         experiments.train_all([variant for variants in by_seed for variant in variants], lock)
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
         tokens = options.max_new_tokens
         prompts, _ = bench.read_prompts(options.prompts, options.limit, target, tokens)
-        runs = {v.name: [] for v in by_seed[0]}
+        runs: dict[str, list[dict[str, Any]]] = {v.name: [] for v in by_seed[0]}
         for variants in by_seed:
             for variant in variants:
                 runs[variant.name].append(experiments.figures(variant))
@@ -92,14 +94,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _publish(report: dict[str, Any], path: Path) -> None:
-    table = markdown(
-        list(COLUMNS.values()), ([row[name] for name in COLUMNS] for row in report["rows"])
-    )
+    shown = table(COLUMNS, report["rows"])
     facts = "; ".join(f"{key}: {value}" for key, value in report["conditions"].items())
-    print(table)
+    print(shown)
     write(report, str(path))
     text = f"# {path.stem}\n\nFrom [{path.name}]({path.name}), by scripts/sweep.py. {facts}.\n\n"
-    path.with_suffix(".md").write_text(text + table)
+    path.with_suffix(".md").write_text(text + shown)
 
 
 def _seeds(text: str) -> list[int]:

@@ -54,5 +54,5 @@ def score(figures: Mapping[str, Any], schedule: ScheduleConfig) -> float | None:
     """What `schedule.select` asks for, of an evaluation or of head.json; None where that has not
     got it."""
     names = ("tau", "tau_t1") if schedule.select == "mean" else (schedule.select,)
-    values = [figures.get(name) for name in names]
-    return None if None in values else sum(values) / len(values)
+    values = [figures[name] for name in names if figures.get(name) is not None]
+    return sum(values) / len(values) if len(values) == len(names) else None

@@ -230,9 +230,9 @@ class Trainer:
             self.best, self.tau = now, found["tau"]
         weights = self._weights()
         if is_main():
-            notes = {"step": self.step, "trained_length": self.config.data.max_length}
-            notes |= {name: found.get(name) for name in TAUS}
-            save_head(self.output, self.module, weights, **notes)
+            notes = {name: found.get(name) for name in TAUS} | {"step": self.step}
+            length = self.config.data.max_length
+            save_head(self.output, self.module, weights, trained_length=length, **notes)
             held_out = self.documents.eval
             samples = partial(make_samples, self.output, self.target, held_out, self.config)
             self.tracker.log_samples(self.step, samples)
