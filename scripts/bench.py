@@ -2,14 +2,17 @@
 
 python scripts/bench.py runs/quickstart --against plain,hf,hf_lookup --json bench.json
 
-Greedy, one prompt at a time, wall time with the prompt's prefill.  `hf` and `hf_lookup` are
+One prompt at a time, wall time with the prompt's prefill and without.  `hf` and `hf_lookup` are
 transformers' own generate and prompt lookup on a second, stock copy of the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,45 +30,50 @@ from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
-from selfdraft.scripts.bench_report import Method, conditions, differences, row, show, write
+from selfdraft.scripts.bench_report import Method, Run, conditions, differences, row, show, write
 from selfdraft.train.config import resolve_path
 from selfdraft.train.formats import prompt_messages
-from selfdraft.train.reading import RowError, read_rows
+from selfdraft.train.reading import RowError, read_rows, whole_lines
 
 KNOWN = "plain,hf,hf_lookup,ngram,heads,heads+ngram"
 LOOKUP_TOKENS = 10  # transformers' usual number of tokens copied from the prompt
 
 
-def speculator_method(
-    name: str, spec: Speculator, new_tokens: int, parts: dict[str, Any]
-) -> Method:
-    """A method on our loop; adds the seconds of each part to `parts[name]`."""
+def generation(new_tokens: int, temperature: float) -> dict[str, Any]:
+    """Arguments of generate, by transformers' names; temperature 0 is greedy."""
+    asked: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
+    return asked | ({"temperature": temperature} if temperature > 0 else {})
 
-    def generate(prompt: list[int]) -> tuple[list[int], float]:
-        out = spec.generate(prompt, max_new_tokens=new_tokens)
-        for part, seconds in out.stats.seconds.items():
-            parts.setdefault(name, {}).setdefault(part, 0.0)
-            parts[name][part] += seconds
-        return out.token_ids[0], out.stats.rounds
+
+def speculator_method(name: str, spec: Speculator, asked: dict[str, Any]) -> Method:
+    """A method on our loop."""
+
+    def generate(prompt: list[int]) -> tuple[list[int], float, dict[str, float]]:
+        out = spec.generate(prompt, **asked)
+        return out.token_ids[0], out.stats.rounds, out.stats.seconds
 
     return Method(name, generate)
 
 
-def stock_method(name: str, model: Any, eos_ids: set[int], new_tokens: int) -> Method:
+def stock_method(name: str, model: Any, eos_ids: set[int], asked: dict[str, Any]) -> Method:
     """transformers' generate on a stock model, with prompt lookup for `hf_lookup`."""
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-    options |= {"pad_token_id": next(iter(eos_ids), 0), "eos_token_id": sorted(eos_ids) or None}
+    options = asked | {"pad_token_id": next(iter(eos_ids), 0)}
+    options["eos_token_id"] = sorted(eos_ids) or None
+    if asked["do_sample"]:
+        options |= {"top_k": 0, "top_p": 1.0}
     if name == "hf_lookup":
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-    calls = [0]
-    model.get_decoder().register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    ends: list[float] = []  # of the decoder's forwards
+    model.get_decoder().register_forward_hook(lambda *_: ends.append(time.perf_counter()))
 
-    def generate(prompt: list[int]) -> tuple[list[int], float]:
-        calls[0] = 0
+    def generate(prompt: list[int]) -> tuple[list[int], float, dict[str, float]]:
+        ends.clear()
         ids = torch.tensor([prompt], device=model.device)
+        torch.manual_seed(0)
+        start = time.perf_counter()
         with torch.inference_mode():
             out: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return out[0, len(prompt) :].tolist(), calls[0] - 1
+        return out[0, len(prompt) :].tolist(), len(ends) - 1, {"prefill": ends[0] - start}
 
     return Method(name, generate)
 
@@ -82,10 +90,8 @@ def stock_model(target: TargetModel) -> Any:
     return model.to(target.device).eval()
 
 
-def build_methods(
-    spec: Speculator, against: list[str], new_tokens: int, parts: dict[str, Any]
-) -> list[Method]:
-    """Plain and the loaded drafter always, and what `against` adds.
+def chosen(spec: Speculator, against: list[str]) -> dict[str, Speculator]:
+    """The loaded drafter, and what `against` adds.
 
     Raises:
         InputError: a name in `against` that is none.
@@ -95,21 +101,80 @@ def build_methods(
         if name not in known:
             raise InputError(f"--against {name!r} is unknown", nearest(name, known))
     target, asked = spec.target, {"heads": Head, "heads+ngram": Merged, "ngram": NGram}
-    ours = {"plain": Speculator(target)}
+    found: dict[str, Speculator] = {}
     drafters = drafters_of(spec)
     if len(drafters) == 1 and {"heads", "heads+ngram"} & set(against):
         raise InputError("--against names heads, but none are loaded", "Give a heads folder.")
     for name in against:
         for drafter in drafters.values():
             if name in asked and isinstance(drafter, asked[name]):
-                ours[drafter.name] = Speculator(target, drafter, default_plan(drafter))
-    ours[spec.drafter.name] = spec
-    methods = [speculator_method(name, one, new_tokens, parts) for name, one in ours.items()]
+                found[drafter.name] = Speculator(target, drafter, default_plan(drafter))
+    return found | {spec.drafter.name: spec}
+
+
+def build_methods(
+    target: TargetModel,
+    speculators: dict[str, Speculator],
+    against: list[str],
+    asked: dict[str, Any],
+) -> list[Method]:
+    """Plain, transformers' own ways that `against` names, and the speculators by name.
+
+    Args:
+        asked: see `generation`.
+    """
+    ours = {"plain": Speculator(target)} | speculators
+    methods = [speculator_method(name, one, asked) for name, one in ours.items()]
     stock = [name for name in ("hf", "hf_lookup") if name in against]
     if stock:
         model = stock_model(target)
-        methods[1:1] = [stock_method(name, model, target.eos_ids, new_tokens) for name in stock]
+        methods[1:1] = [stock_method(name, model, target.eos_ids, asked) for name in stock]
     return methods
+
+
+def time_all(methods: list[Method], prompts: list[list[int]], ledger: Path | None = None) -> None:
+    """Times every method on every prompt, interleaved prompt by prompt; `ledger` of
+    `each_prompt`."""
+    lines = each_prompt(prompts, lambda ids: {m.name: m.run(ids) for m in methods}, ledger)
+    for method in methods:
+        method.runs = [Run(*line[method.name]) for line in lines]
+
+
+def each_prompt(
+    prompts: list[list[int]], measure: Callable[[list[int]], Any], ledger: Path | None = None
+) -> list[Any]:
+    """`measure` of each prompt.
+
+    Args:
+        ledger: keeps a JSON line a prompt; what is there is not measured again.
+    """
+    lines: list[Any] = []
+    if ledger is not None and ledger.exists():
+        whole_lines(ledger)
+        lines = [json.loads(line) for line in ledger.open()]
+    todo = prompts[len(lines) :]
+    for prompt in tqdm(todo, total=len(prompts), initial=len(lines), desc="bench", unit="prompt"):
+        lines.append(measure(prompt))
+        if ledger is not None:
+            with ledger.open("a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    return lines
+
+
+def measured(
+    target: TargetModel,
+    methods: list[Method],
+    prompts: list[list[int]],
+    categories: list[str],
+    greedy: bool,
+) -> list[dict[str, Any]]:
+    """The JSON rows of all methods; where greedy texts differ from plain's, why."""
+    by_name = {method.name: method for method in methods}
+    rows = [row(method, by_name, categories, greedy) for method in methods]
+    for entry, method in zip(rows, methods, strict=True):
+        found = differences(target, method, by_name["plain"], prompts) if greedy else []
+        entry["differences"] = found
+    return rows
 
 
 def drafters_of(spec: Speculator) -> dict[str, Drafter]:
@@ -155,29 +220,33 @@ def read_prompts(
     return prompts, categories
 
 
-def run(options: argparse.Namespace) -> int:
-    """Benchmarks and prints; writes the JSON where one is asked for."""
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raises InputError for numbers that ask for nothing."""
     for name in ("max_new_tokens", "limit"):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} is {value}", "Give 1 or more.")
+    if options.temperature < 0:
+        raise InputError(f"--temperature is {options.temperature}", "Give 0 or more.")
+
+
+def law(temperature: float) -> str:
+    """How conditions name it."""
+    return f"temperature {temperature:g}" if temperature > 0 else "greedy"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Benchmarks and prints; writes the JSON where one is asked for."""
+    check_numbers(options)
     spec = drafting.load(options)
     target, against = spec.target, options.against.split(",")
     ids, categories = read_prompts(options.prompts, options.limit, target, options.max_new_tokens)
-    parts: dict[str, Any] = {}
-    methods = build_methods(spec, against, options.max_new_tokens, parts)
-    for method in methods:  # not counted: first calls allocate and load
-        method.generate(ids[0][:64])
-    parts.clear()
-    for prompt in tqdm(ids, desc="bench", unit="prompt"):
-        for method in methods:
-            method.run(prompt)
-    by_name = {method.name: method for method in methods}
-    rows = [row(method, by_name, categories) for method in methods]
-    for entry, method in zip(rows, methods, strict=True):
-        entry["differences"] = differences(target, method, by_name["plain"], ids)
-        entry["seconds_by_part"] = parts.get(method.name, {})
+    asked = generation(options.max_new_tokens, options.temperature)
+    methods = build_methods(target, chosen(spec, against), against, asked)
+    time_all(methods, ids)
+    rows = measured(target, methods, ids, categories, not asked["do_sample"])
     facts = conditions(
         target,
+        law(options.temperature),
         heads=spec.drafter.name,
         depth=spec.plan.depth,
         nodes=spec.plan.nodes,
@@ -192,13 +261,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_options(cli: argparse.ArgumentParser) -> None:
+    """The options of every command that times prompts."""
+    cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
+    cli.add_argument("--limit", type=int, help="use the first N prompts")
+    cli.add_argument("--max-new-tokens", type=int, default=96)
+    cli.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0, or 2 for bad input."""
     cli = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     drafting.add_options(cli)
-    cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
-    cli.add_argument("--limit", type=int, help="use the first N prompts")
-    cli.add_argument("--max-new-tokens", type=int, default=96)
+    add_options(cli)
     cli.add_argument("--against", default="plain,hf", help="of " + KNOWN)
     cli.add_argument("--json", help="write the report here")
     options = cli.parse_args(argv)

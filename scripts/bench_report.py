@@ -7,11 +7,12 @@ import os
 import platform
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -21,73 +22,105 @@ from rich.table import Table
 from selfdraft.inference.rounded import rounding_available
 from selfdraft.inference.target import TargetModel
 
-Generate = Callable[[list[int]], tuple[list[int], float]]
-"""Prompt ids -> new ids and target forwards after the prefill."""
+BASES = ("plain", "hf")
+"""Methods that the others are compared with; the second is not always there."""
+Generate = Callable[[list[int]], tuple[list[int], float, dict[str, float]]]
+"""Prompt ids -> new ids, target forwards after the prefill, seconds by part, prefill among them."""
+
+
+class Run(NamedTuple):
+    """What one way to generate did on one prompt.
+
+    Attributes:
+        ids: the new tokens.
+        seconds: wall time, the prefill included.
+        rounds: target forwards after the prefill.
+        parts: seconds by part.
+    """
+
+    ids: list[int]
+    seconds: float
+    rounds: float
+    parts: dict[str, float]
 
 
 @dataclass
 class Method:
-    """One way to generate, and what it did on each prompt."""
+    """One way to generate, and its runs, one a prompt."""
 
     name: str
     generate: Generate
-    ids: list[list[int]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    rounds: list[float] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    warm: bool = False
 
-    def run(self, prompt: list[int]) -> None:
-        """Times one prompt."""
+    def run(self, prompt: list[int]) -> Run:
+        """Times one prompt; a first call, which allocates and loads, is not counted."""
+        if not self.warm:
+            self.generate(prompt[:64])
+            self.warm = True
         start = time.perf_counter()
-        ids, rounds = self.generate(prompt)
-        self.seconds.append(time.perf_counter() - start)
-        self.ids.append(ids)
-        self.rounds.append(rounds)
-
-    def rate(self, index: int) -> float:
-        """Tokens a second on one prompt."""
-        return len(self.ids[index]) / self.seconds[index]
+        ids, rounds, parts = self.generate(prompt)
+        return Run(ids, time.perf_counter() - start, rounds, parts)
 
 
-def row(method: Method, by_name: dict[str, Method], categories: list[str]) -> dict[str, Any]:
-    """The figures of one method, as they stand in the JSON."""
-    plain, hf = by_name["plain"], by_name.get("hf")
-    tokens, seconds = sum(map(len, method.ids)), sum(method.seconds)
-    equal = sum(a == b for a, b in zip(method.ids, plain.ids, strict=True))
-    first_tokens = len(method.ids)
-    result: dict[str, Any] = {
-        "name": method.name,
+def row(
+    method: Method, by_name: dict[str, Method], categories: list[str], greedy: bool = True
+) -> dict[str, Any]:
+    """The figures of one method, as they stand in the JSON.
+
+    Args:
+        greedy: texts are to be the same; samples are not compared.
+    """
+    every = list(range(len(method.runs)))
+    bases = {name: by_name[name] for name in BASES if name in by_name}
+    found = {"name": method.name, **_figures(method, bases, every, greedy)}
+    for name in BASES:
+        base = bases.get(name)
+        found[f"median_speedup_vs_{name}"] = base and _median_speedup(method, base)
+    found["seconds_by_part"] = dict(sum((Counter(run.parts) for run in method.runs), Counter()))
+    found["by_category"] = {
+        category: _figures(method, bases, [i for i in every if categories[i] == category], greedy)
+        for category in dict.fromkeys(categories)
+    }
+    return found
+
+
+def _figures(
+    method: Method, bases: dict[str, Method], index: list[int], greedy: bool
+) -> dict[str, Any]:
+    """Of the prompts in `index`: sums, and rates over those of the base methods."""
+    runs = [method.runs[i] for i in index]
+    tokens, seconds = sum(len(run.ids) for run in runs), sum(run.seconds for run in runs)
+    found: dict[str, Any] = {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "tokens_per_round": (tokens - first_tokens) / max(sum(method.rounds), 1),
-        "speedup_vs_plain": _speedup(method, plain),
-        "speedup_vs_hf": _speedup(method, hf) if hf else None,
-        "median_speedup_vs_plain": _median_speedup(method, plain),
-        "median_speedup_vs_hf": _median_speedup(method, hf) if hf else None,
-        "identical": f"{equal}/{len(plain.ids)}",
-        "by_category": {},
+        "tokens_per_round": (tokens - len(runs)) / max(sum(run.rounds for run in runs), 1),
     }
-    for category in dict.fromkeys(categories):
-        index = [i for i, c in enumerate(categories) if c == category]
-        result["by_category"][category] = {
-            "tokens_per_round": sum(len(method.ids[i]) - 1 for i in index)
-            / max(sum(method.rounds[i] for i in index), 1),
-            "speedup_vs_plain": _speedup(method, plain, index),
-        }
-    return result
+    for name in BASES:
+        others = [bases[name].runs[i] for i in index] if name in bases else None
+        found[f"speedup_vs_{name}"] = others and _rate(runs) / _rate(others)
+        found[f"decode_speedup_vs_{name}"] = others and _decode_rate(runs) / _decode_rate(others)
+    plain = [bases["plain"].runs[i] for i in index]
+    equal = sum(a.ids == b.ids for a, b in zip(runs, plain, strict=True))
+    found["identical"] = f"{equal}/{len(runs)}" if greedy else None
+    return found
 
 
-def _speedup(method: Method, base: Method, index: list[int] | None = None) -> float:
-    index = list(range(len(method.ids))) if index is None else index
+def _rate(runs: list[Run]) -> float:
+    """Tokens a second."""
+    return sum(len(run.ids) for run in runs) / sum(run.seconds for run in runs)
 
-    def rate(m: Method) -> float:
-        return sum(len(m.ids[i]) for i in index) / sum(m.seconds[i] for i in index)
 
-    return rate(method) / rate(base)
+def _decode_rate(runs: list[Run]) -> float:
+    """Tokens a second behind the prefill, which gives each prompt's first."""
+    seconds = sum(run.seconds - run.parts["prefill"] for run in runs)
+    return max(1, sum(len(run.ids) - 1 for run in runs)) / seconds
 
 
 def _median_speedup(method: Method, base: Method) -> float:
-    return median(method.rate(i) / base.rate(i) for i in range(len(method.ids)))
+    pairs = zip(method.runs, base.runs, strict=True)
+    return median(_rate([mine]) / _rate([other]) for mine, other in pairs)
 
 
 def first_difference(mine: list[int], other: list[int]) -> int | None:
@@ -104,7 +137,8 @@ def differences(
     """First difference from plain on each prompt, with the target's top-2 logit gap there: a gap
     of rounding size is a near tie, a larger one a fault."""
     found = []
-    for number, (mine, other) in enumerate(zip(method.ids, plain.ids, strict=True)):
+    for number, runs in enumerate(zip(method.runs, plain.runs, strict=True)):
+        mine, other = (run.ids for run in runs)
         at = first_difference(mine, other)
         if at is None:
             continue
@@ -115,13 +149,17 @@ def differences(
     return found
 
 
-def conditions(target: TargetModel, **of_the_run: Any) -> dict[str, Any]:
-    """What the figures depend on."""
+def conditions(target: TargetModel, law: str = "greedy", **of_the_run: Any) -> dict[str, Any]:
+    """What the figures depend on.
+
+    Args:
+        law: greedy, or a temperature.
+    """
     return {
         **target.conditions(),
         "head_linears": "weights in 8 bits" if target.packed and rounding_available() else "torch",
         **of_the_run,
-        "sampling": "greedy, one prompt at a time, wall time with prefill",
+        "sampling": f"{law}, one prompt at a time, wall time with prefill",
         "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
@@ -148,8 +186,9 @@ def write(report: dict[str, Any], path: str | None) -> None:
 
 def show(report: dict[str, Any]) -> None:
     """The report as a table."""
-    table = Table(title="greedy, one prompt at a time, wall time with prefill")
-    for column in ("method", "tokens/s", "tokens a round", "x plain", "x hf", "identical"):
+    table = Table(title=report["conditions"]["sampling"])
+    columns = ("method", "tokens/s", "tokens a round", "x plain", "decoding", "x hf", "identical")
+    for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right")
     for entry in report["rows"]:
         hf = entry["speedup_vs_hf"]
@@ -158,8 +197,9 @@ def show(report: dict[str, Any]) -> None:
             f"{entry['tokens_per_second']:.1f}",
             f"{entry['tokens_per_round']:.2f}",
             f"{entry['speedup_vs_plain']:.2f}",
+            f"{entry['decode_speedup_vs_plain']:.2f}",
             "" if hf is None else f"{hf:.2f}",
-            entry["identical"],
+            entry["identical"] or "",
         )
     console = Console(width=100)
     console.print(table)

@@ -22,6 +22,8 @@ COMMANDS = {
     "bench": "time trained heads against other ways to generate",
     "bench-rows": "time trees of several sizes in batches of several rows",
     "bench-train": "time training, cached and not",
+    "compare-heads": "train every head kind for the same minutes and time all of them",
+    "sweep": "train variants of a config: what each gains",
     "prove-greedy": "compare greedy text with plain decoding's, whatever drafts it",
 }
 

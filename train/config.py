@@ -69,7 +69,12 @@ class OptimConfig(Section):
 
 class ScheduleConfig(Section):
     """Attributes:
-    steps: optimizer steps.
+    steps: optimizer steps at most.
+    minutes: wall time of training steps at most, over all resumptions; evaluation, checkpoints and
+        features do not count.  None for no bound.
+    patience: evaluations in a row without gain that end the run; None for no such end.
+    select: held-out figure by which the best head is kept: tau at temperature 0, at 1, or the
+        mean of both.
     warmup: steps of linear warm-up, before the cosine.
     batch_size: rows a process a micro-step.
     accumulate: micro-steps a step.
@@ -78,6 +83,9 @@ class ScheduleConfig(Section):
     """
 
     steps: int = Field(ge=1)
+    minutes: float | None = Field(default=None, gt=0)
+    patience: int | None = Field(default=None, ge=1)
+    select: Literal["tau", "tau_t1", "mean"] = "tau"
     warmup: int = Field(default=0, ge=0)
     batch_size: int = Field(default=8, ge=1)
     accumulate: int = Field(default=1, ge=1)

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,27 @@ class Documents:
     """What a run learns from and is judged by.
 
     Attributes:
-        eval: answers to prompts that `train` has none of.
+        held_out: answers to prompts that `train` has none of.
         skipped: rows that are not used, by reason.
-        cut: rows of `train` and `eval` that were cut to max_length.
+        cut: rows that were cut to max_length.
         turns: assistant turns of used rows that are out of the loss, by reason.
     """
 
     train: list[Document]
-    eval: list[Document]
+    held_out: list[Document]
     skipped: dict[str, int]
     cut: int
     turns: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def eval(self) -> list[Document]:
+        """What tau is measured on: held-out greedy answers, all where there are none."""
+        return [d for d in self.held_out if d.temperature == 0] or self.held_out
+
+    @cached_property
+    def drawn(self) -> list[Document]:
+        """Held-out answers that were drawn at temperature 1."""
+        return [d for d in self.held_out if d.temperature == 1]
 
 
 # -- rows ----------------------------------------------------------------------------------------
@@ -140,9 +151,8 @@ def load_documents(config: TrainConfig, target: TargetModel) -> Documents:
         raise _no_rows(path, skipped)
     held = _held_out(documents, config.data.eval_prompts, config.seed)
     train = [d for d in documents if d.prompt_key not in held]
-    evaluate = [d for d in documents if d.prompt_key in held]
-    evaluate = [d for d in evaluate if d.temperature == 0] or evaluate
-    return Documents(train, evaluate, dict(skipped), cut, dict(turns))
+    rest = [d for d in documents if d.prompt_key in held]
+    return Documents(train, rest, dict(skipped), cut, dict(turns))
 
 
 def check_limits(config: TrainConfig, target: TargetModel) -> None:

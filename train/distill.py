@@ -231,7 +231,7 @@ def open_features(
     features, pack = config.data.features, config.data.pack_length
     if not features.cache:
         return OnlineFeatures(target, taps, features.dtype, pack)
-    rows, recorded = documents.train + documents.eval, RecordedStates(config, target)
+    rows, recorded = documents.train + documents.held_out, RecordedStates(config, target)
     cache = FeatureCache(config.features_folder, target, rows, taps, features, recorded, pack)
     cache.prepare()
     return cache

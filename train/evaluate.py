@@ -1,4 +1,4 @@
-"""Held-out tau at temperature 0, and the sums by depth that training reports too.
+"""Held-out tau at temperatures 0 and 1, and the sums by depth that training reports too.
 
 Shape suffixes: K depths.
 """
@@ -13,21 +13,30 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..heads import Head
+from .data import Documents
 from .features import FeatureSource
 from .packing import Document
 
 METRICS = ("loss", "top1", "prefix")
+EVALUATED = (*METRICS, "accepted")
+"""What `Head.forward` gives: always, and in evaluation."""
+TAUS = ("tau", "tau_by_depth", "tau_t1", "tau_t1_by_depth")
 
 
 class Tally:
-    """Sums over loss rows by depth; they add up over batches and processes before any division."""
+    """Sums over loss rows by depth; they add up over batches and processes before any division.
 
-    def __init__(self, depth: int, device: torch.device) -> None:
-        self.sums = torch.zeros(len(METRICS) + 1, depth, dtype=torch.float64, device=device)
+    Args:
+        names: of the sums, see `Head.forward`.
+    """
+
+    def __init__(self, depth: int, device: torch.device, names: tuple[str, ...] = METRICS) -> None:
+        self.names = names
+        self.sums = torch.zeros(len(names) + 1, depth, dtype=torch.float64, device=device)
 
     def add(self, out: dict[str, Tensor], counts_K: Tensor) -> None:
         """Adds what `Head.forward` and `Head.counts` gave for a batch."""
-        parts = [*(out[name].detach() for name in METRICS), counts_K]
+        parts = [*(out[name].detach() for name in self.names), counts_K]
         self.sums += torch.stack([part.to(self.sums.dtype) for part in parts])
 
     def reduce(self, accelerator: Accelerator) -> None:
@@ -45,21 +54,27 @@ class Tally:
             weights_K: of the loss, `Head.loss_weights`.
         Returns:
             tau = 1 + sum_k P(the first k drafted tokens are all right), tau_by_depth (these
-            probabilities), top1 and loss_k by depth, and the weighted loss.
+            probabilities), top1 and loss_k by depth, and the weighted loss; where `accepted` was
+            added up, also tau_t1 and tau_t1_by_depth, the same for drafts that are drawn and
+            accepted at temperature 1 (see `losses._accepted`).
         """
-        *sums, counts = self.sums.cpu()
-        loss, top1, prefix = (
-            [s / n if n else None for s, n in zip(row.tolist(), counts.tolist(), strict=True)]
-            for row in sums
-        )
-        weighted = zip(weights_K.tolist(), loss, strict=True)
-        return {
-            "tau": 1 + sum(p for p in prefix if p is not None),
-            "tau_by_depth": prefix,
-            "top1": top1,
-            "loss": sum(w * x for w, x in weighted if x is not None),
-            "loss_k": loss,
+        *sums, counts = self.sums.cpu().tolist()
+        by_name = {
+            name: [s / n if n else None for s, n in zip(row, counts, strict=True)]
+            for name, row in zip(self.names, sums, strict=True)
         }
+        weighted = zip(weights_K.tolist(), by_name["loss"], strict=True)
+        means = {
+            **_tau("tau", by_name["prefix"]),
+            "top1": by_name["top1"],
+            "loss": sum(w * x for w, x in weighted if x is not None),
+            "loss_k": by_name["loss"],
+        }
+        return means | (_tau("tau_t1", by_name["accepted"]) if "accepted" in by_name else {})
+
+
+def _tau(name: str, by_depth: list[float | None]) -> dict[str, Any]:
+    return {name: 1 + sum(p for p in by_depth if p is not None), f"{name}_by_depth": by_depth}
 
 
 @torch.no_grad()
@@ -70,8 +85,13 @@ def evaluate(
     batch_size: int,
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """`Tally.means` over `documents`, each counted once whatever the number of processes."""
-    tally, world = Tally(head.config.depth, accelerator.device), accelerator.num_processes
+    """`Tally.means` over `documents`, each counted once whatever the number of processes.
+
+    tau is exact for documents that the target wrote greedily, tau_t1 for those that it drew at
+    temperature 1; on other text they are estimates.
+    """
+    tally = Tally(head.config.depth, accelerator.device, EVALUATED)
+    world = accelerator.num_processes
     mine = documents[accelerator.process_index :: world]
     head.eval()
     # Forwards of a sharded head are collective: all processes take as many as the first.
@@ -85,6 +105,22 @@ def evaluate(
     head.train()
     tally.reduce(accelerator)
     return tally.means(head.loss_weights())
+
+
+def measure(
+    head: Head,
+    documents: Documents,
+    features: FeatureSource,
+    batch_size: int,
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    """Held-out figures: those at temperature 1 on answers that were drawn at it, where there are
+    some, all others on `documents.eval`."""
+    found = evaluate(head, documents.eval, features, batch_size, accelerator)
+    if documents.drawn not in ([], documents.eval):
+        drawn = evaluate(head, documents.drawn, features, batch_size, accelerator)
+        found |= {name: drawn[name] for name in TAUS if "t1" in name}
+    return {name: found[name] for name in (*TAUS, "top1", "loss")}
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

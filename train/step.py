@@ -63,12 +63,17 @@ class Batches:
         return [rows[start : start + width] for start in starts]
 
 
-def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
+def learning_rate(step: int, steps: int, warmup: int, peak: float, spent: float = 0.0) -> float:
     """Of step 0, 1, .., steps - 1: linear up to `peak` over `warmup` steps, then a cosine that
-    would reach 0 at `steps`."""
+    would reach 0 at `steps`, or when all time is spent, whichever comes first.
+
+    Args:
+        spent: share of the run's time that is spent before this step.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    done = max((step - warmup) / max(1, steps - warmup), min(1.0, spent))
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def depth_scales(weights_K: Tensor, counts_K: Tensor) -> Tensor:

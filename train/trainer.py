@@ -30,7 +30,8 @@ from .config import TrainConfig
 from .data import Documents, check_data, load_documents
 from .distill import open_features
 from .engine import make_engine
-from .evaluate import evaluate
+from .evaluate import TAUS, measure
+from .limits import Limits, score
 from .samples import make_samples
 from .signals import caught_signals
 from .step import Batches, Stepper, learning_rate
@@ -55,7 +56,7 @@ def run(config: TrainConfig) -> Result:
     """
     found = checkpoints.find_resume(config)
     if found is not None and _finished(found, config):
-        return Result(found.step, best_tau(config.output_dir))
+        return Result(found.step, best_head(config.output_dir).get("tau"))
     check_tracker(config.tracking)
     check_data(config)
     target = setup.load_target(config)
@@ -67,12 +68,10 @@ def run(config: TrainConfig) -> Result:
 
 
 def _finished(found: Checkpoint, config: TrainConfig) -> bool:
-    if found.step < config.schedule.steps or found.state["target_config"] != _named(config):
+    limit = Limits(config.schedule, found.state).reached(found.step)
+    if limit is None or found.state["target_config"] != _named(config):
         return False
-    say(
-        f"{config.output_dir} is finished: {found.step} steps are done, "
-        f"schedule.steps is {config.schedule.steps}; raise it to go on"
-    )
+    say(f"{config.output_dir} is finished: {found.step} steps are done, {limit}; raise it to go on")
     return True
 
 
@@ -81,10 +80,10 @@ def _named(config: TrainConfig) -> dict[str, Any]:
     return config.target.model_dump(mode="json", exclude={"device"}) | {"seed": config.seed}
 
 
-def best_tau(output_dir: str | Path) -> float | None:
-    """tau of the best head so far, which output_dir holds."""
+def best_head(output_dir: str | Path) -> dict[str, Any]:
+    """head.json of the best head so far, which output_dir holds; empty where there is none."""
     output = Path(output_dir)
-    return read_description(output).get("tau") if (output / DESCRIPTION).is_file() else None
+    return read_description(output) if (output / DESCRIPTION).is_file() else {}
 
 
 class Trainer:
@@ -116,7 +115,9 @@ class Trainer:
             config.data.bucket,
         )
         self.stepper = Stepper(self.engine, self.features)
-        self.tau = best_tau(self.output)
+        best = best_head(self.output)
+        self.tau, self.best = best.get("tau"), score(best, config.schedule)
+        self.limits = Limits(config.schedule, found.state if found else {})
         run_id = found.state.get("tracker_id") if found else None
         self.tracker = make_tracker(accelerator, config, run_id)
         if is_main():
@@ -138,14 +139,14 @@ class Trainer:
             checkpoints.set_random_state(states[self.accelerator.process_index])
 
     def train(self) -> Result:
-        """Runs to `schedule.steps`.
+        """Runs to the first limit of `schedule`.
 
         Raises:
             SystemExit: a signal came; the step it came in is saved.
         """
         schedule = self.config.schedule
         bar = tqdm(
-            total=schedule.steps,
+            total=None if schedule.minutes else schedule.steps,
             initial=self.step,
             desc="train",
             unit="step",
@@ -153,12 +154,15 @@ class Trainer:
         )
         try:
             with bar, caught_signals() as received:
-                while self.step < schedule.steps:
+                while not self.limits.reached(self.step):
+                    started = time.perf_counter()
                     bar.set_postfix(self._one_step())
                     bar.update()
-                    last, stop = self.step >= schedule.steps, self._agree(received)
+                    stop = self._agree(received, time.perf_counter() - started)
+                    last = self.limits.reached(self.step)
                     if last or (self.step % schedule.eval_every == 0 and not stop):
                         self._evaluate()
+                        last = self.limits.reached(self.step)
                     if last or stop or self.step % schedule.save_every == 0:
                         self._save()
                     if stop and not last:
@@ -175,9 +179,8 @@ class Trainer:
     def _one_step(self) -> dict[str, str]:
         """Takes the next step and reports it; returns what the progress bar shows."""
         config, started = self.config, time.perf_counter()
-        lr = learning_rate(
-            self.step, config.schedule.steps, config.schedule.warmup, config.optim.lr
-        )
+        steps, warmup = config.schedule.steps, config.schedule.warmup
+        lr = learning_rate(self.step, steps, warmup, config.optim.lr, self.limits.spent)
         micro = self.batches.micro(self.step, self.accelerator.process_index)
         fine = self.stepper(micro, self.step + 1, lr)
         rows = self.batches.rows(self.step)
@@ -210,20 +213,27 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measures held-out tau, and keeps the head where it is the best so far.  With nothing
         held out the last head is kept."""
-        held_out, rows = self.documents.eval, self.config.schedule.batch_size
-        if held_out:
-            found = evaluate(self.module, held_out, self.features, rows, self.accelerator)
-            names = ("tau", "tau_by_depth", "top1", "loss")
-            self._report({"step": self.step, "eval": {name: found[name] for name in names}})
-            say(f"step {self.step}: held-out tau {found['tau']:.3f}, loss {found['loss']:.3f}")
-            if self.tau is not None and found["tau"] <= self.tau:
+        found = {}
+        if self.documents.eval:
+            rows = self.config.schedule.batch_size
+            found = measure(self.module, self.documents, self.features, rows, self.accelerator)
+            self._report({"step": self.step, "eval": found})
+            say(
+                f"step {self.step}: held-out tau {found['tau']:.3f}, at temperature 1 "
+                f"{found['tau_t1']:.3f}, loss {found['loss']:.3f}"
+            )
+            now = score(found, self.config.schedule)
+            assert now is not None
+            self.limits.scores.append(now)
+            if self.best is not None and now <= self.best:
                 return
-            self.tau = found["tau"]
+            self.best, self.tau = now, found["tau"]
         weights = self._weights()
         if is_main():
+            notes = {name: found.get(name) for name in TAUS} | {"step": self.step}
             length = self.config.data.max_length
-            notes = {"step": self.step, "tau": self.tau, "trained_length": length}
-            save_head(self.output, self.module, weights, **notes)
+            save_head(self.output, self.module, weights, trained_length=length, **notes)
+            held_out = self.documents.eval
             samples = partial(make_samples, self.output, self.target, held_out, self.config)
             self.tracker.log_samples(self.step, samples)
 
@@ -261,12 +271,17 @@ class Trainer:
                 "head": head,
                 "target": self.module.spec.identity,
                 "target_config": _named(self.config),
+                **self.limits.state(),
             }
             checkpoints.save(self.output, weights, moments, states, state)
             checkpoints.prune(self.output, self.config.schedule.keep_last)
         self.accelerator.wait_for_everyone()
 
-    def _agree(self, received: list[int]) -> int:
-        """The highest signal that any process received, 0 for none."""
-        mine = torch.tensor(max(received, default=0), device=self.accelerator.device)
-        return int(self.accelerator.reduce(mine, "max"))
+    def _agree(self, received: list[int], seconds: float) -> int:
+        """Adds up the time of a step, that of the slowest process; the highest signal that any
+        process received, 0 for none."""
+        mine = [float(max(received, default=0)), seconds]
+        both = torch.tensor(mine, dtype=torch.float64, device=self.accelerator.device)
+        stop, slowest = self.accelerator.reduce(both, "max").tolist()
+        self.limits.seconds += slowest
+        return int(stop)

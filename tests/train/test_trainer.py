@@ -15,7 +15,7 @@ from selfdraft.inference.target import TargetModel
 from selfdraft.train import setup, trainer
 from selfdraft.train.config import OptimConfig, load_config
 from selfdraft.train.engine import Engine
-from selfdraft.train.evaluate import evaluate
+from selfdraft.train.evaluate import evaluate, measure
 from selfdraft.train.features import OnlineFeatures
 from selfdraft.train.packing import Document, collate
 from selfdraft.train.step import Batches, Stepper, learning_rate
@@ -196,10 +196,7 @@ def test_a_run_leaves_a_head_its_config_and_its_metrics(tmp_path):
 def test_the_best_head_stays_when_tau_falls(tmp_path, monkeypatch):
     taus = iter([1.5, 1.7, 1.6])
 
-    def fake(head, rows, features, batch_size, accelerator):
-        return {**evaluate(head, rows, features, batch_size, accelerator), "tau": next(taus)}
-
-    monkeypatch.setattr(trainer, "evaluate", fake)
+    monkeypatch.setattr(trainer, "measure", lambda *a: {**measure(*a), "tau": next(taus)})
     result = train(make_config(tmp_path, schedule={"eval_every": 2}))
     description = json.loads((tmp_path / "run" / "head.json").read_text())
     assert (result.tau, description["tau"], description["step"]) == (1.7, 1.7, 4)

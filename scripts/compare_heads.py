@@ -1,0 +1,129 @@
+"""Trains every head kind for the same minutes on the same data, and times all of them.
+
+python scripts/compare_heads.py configs/hydra.yaml --minutes 10 --json docs/results/heads.json
+
+Makes the data that is missing, trains each kind in a process of its own, then times heads alone and
+merged with n-grams against plain decoding, transformers' generate and n-grams, prompt by prompt in
+one process.  A second run goes on where one was ended.  Beside the JSON: a page with tables and
+plots.  With --temperature the drafts are sampled, and their acceptance is compared with 1 - TV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from selfdraft.heads import HEADS, Head
+from selfdraft.heads.errors import exit_code
+from selfdraft.heads.protocols import Drafter
+from selfdraft.inference.assembly import build_drafter, default_plan
+from selfdraft.inference.drafters import Merged
+from selfdraft.inference.ngram import NGram
+from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.target import TargetModel
+from selfdraft.scripts import bench, experiments, heads_report
+from selfdraft.scripts.acceptance import watch
+from selfdraft.scripts.bench_report import conditions, show, write
+from selfdraft.scripts.experiments import Variant
+
+
+def speculators(target: TargetModel, variants: list[Variant]) -> dict[str, Speculator]:
+    """n-grams, and each head alone and merged with them, by row name."""
+    drafters: list[Drafter] = [NGram()]
+    for variant in variants:
+        head = build_drafter("heads", target, variant.folder)
+        head.name = variant.name
+        drafters += [head, Merged([NGram(), head])]
+    return {d.name: Speculator(target, d, default_plan(d)) for d in drafters}
+
+
+def measure(options: argparse.Namespace, variants: list[Variant]) -> dict[str, Any]:
+    """Times everything, and says what was trained."""
+    first, temperature = variants[0].config, options.temperature
+    target = TargetModel.load(**first.target.model_dump(), seed=first.seed)
+    tokens = options.max_new_tokens
+    ids, categories = bench.read_prompts(options.prompts, options.limit, target, tokens)
+    ours = speculators(target, variants)
+    facts = conditions(
+        target,
+        bench.law(temperature),
+        prompts=len(ids),
+        prompt_file=Path(options.prompts).name,
+        max_new_tokens=tokens,
+        minutes=options.minutes,
+    )
+    timed = {k: v for k, v in facts.items() if k not in ("date", "peak_memory_gb")}
+    of = json.dumps([timed, ids, [variant.folder.name for variant in variants]])
+    ledger = Path(options.output) / f"bench-{hashlib.sha256(of.encode()).hexdigest()[:8]}.jsonl"
+    methods = bench.build_methods(target, ours, ["hf"], bench.generation(tokens, temperature))
+    bench.time_all(methods, ids, ledger)
+    rows = bench.measured(target, methods, ids, categories, greedy=temperature == 0)
+    report = {
+        "conditions": facts,
+        "heads": [experiments.figures(variant) for variant in variants],
+        "rows": rows,
+    }
+    if temperature > 0:
+        report["acceptance"] = [
+            acceptance(ours[v.name], ids, options, ledger.with_suffix(f".{v.name}"))
+            for v in variants
+        ]
+    return report
+
+
+def acceptance(
+    spec: Speculator, prompts: list[list[int]], options: argparse.Namespace, ledger: Path
+) -> dict[str, Any]:
+    """Acceptance of a head's sampled chains by depth, beside the chances that its laws gave."""
+    head, tokens, temperature = spec.drafter, options.max_new_tokens, options.temperature
+    assert isinstance(head, Head)
+    found = bench.each_prompt(
+        prompts, lambda ids: watch(head, spec.target, ids, tokens, temperature), ledger
+    )
+    judged, accepted, chance = (
+        [sum(d) for d in zip(*s, strict=True)] for s in zip(*found, strict=True)
+    )
+    return {
+        "name": head.name,
+        "judged": judged,
+        "accepted": [a / n if n else None for a, n in zip(accepted, judged, strict=True)],
+        "one_minus_tv": [c / n if n else None for c, n in zip(chance, judged, strict=True)],
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains, times, prints, and writes JSON, page and plots."""
+    bench.check_numbers(options)
+    heads_report.check_plots()
+    limits = experiments.schedule(options)
+    if options.variants is None:
+        variants = experiments.kinds(options, options.kinds.split(","), limits)
+    else:
+        named = experiments.read_variants(Path(options.variants))
+        variants = experiments.overridden(options, named, limits)
+    with experiments.workplace(Path(options.output)) as lock:
+        experiments.train_all(variants, lock)
+        report = measure(options, variants)
+    show(report)
+    write(report, options.json)
+    heads_report.write_page(report, Path(options.json))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; exit code 0, or 2 for bad input."""
+    cli = argparse.ArgumentParser(prog="compare_heads.py", description=__doc__.splitlines()[0])
+    experiments.add_options(cli, "runs/compare")
+    cli.add_argument("--kinds", default=",".join(HEADS), help="head kinds, comma separated")
+    bench.add_options(cli)
+    cli.add_argument("--json", default="docs/results/heads.json", help="write the report here")
+    cli.set_defaults(minutes=10.0)
+    options = cli.parse_args(argv)
+    return exit_code(lambda: run(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,286 @@
+"""Trainings that are compared: variants of one config, each for equal minutes or steps.
+
+Each variant has a folder named after everything that it depends on, so a second run takes up what
+the first has left, and other settings never meet it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+
+from selfdraft.heads import HEADS, HeadConfig
+from selfdraft.heads.checkpoint import DESCRIPTION, WEIGHTS, read_description, sha256
+from selfdraft.heads.errors import InputError, nearest
+from selfdraft.inference.target import TargetModel
+from selfdraft.scripts.prepare_data import prepare
+from selfdraft.train import checkpoint
+from selfdraft.train.config import PACKAGE, TrainConfig, load_config
+from selfdraft.train.data import load_documents
+from selfdraft.train.distill import open_features
+from selfdraft.train.evaluate import TAUS
+from selfdraft.train.limits import Limits
+from selfdraft.train.overrides import parse_yaml
+from selfdraft.train.tracking import METRICS
+
+MANY = 10**6
+"""Steps of a run that minutes end."""
+LAYOUT = ("pack", "bucket", "eval_prompts", "answer_batch_size", "answers_drafter")
+"""Fields of `data` that change neither the answers nor their features."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One training.
+
+    Attributes:
+        config: of the run.
+        data: config that its data is made with.
+    """
+
+    name: str
+    config: TrainConfig
+    data: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        """Where the head is, once it is trained."""
+        return Path(self.config.output_dir)
+
+    @property
+    def trained(self) -> bool:
+        """Has the run met its limit, and left a head?"""
+        found = checkpoint.latest(self.folder)
+        if found is None or not (self.folder / DESCRIPTION).is_file():
+            return False
+        return Limits(self.config.schedule, found.state).reached(found.step) is not None
+
+
+# -- variants ------------------------------------------------------------------------------------
+
+
+def add_options(cli: argparse.ArgumentParser, output: str) -> None:
+    """The options of every command that trains variants."""
+    cli.add_argument("config", help="a YAML file, such as configs/hydra.yaml")
+    cli.add_argument("overrides", nargs="*", metavar="key=value", help="for all variants")
+    cli.add_argument("--variants", help="YAML file, a line each: NAME: {dotted.key: value}")
+    cli.add_argument("--minutes", type=float, help="of training for each variant")
+    cli.add_argument("--output", default=output, help="folder of all runs")
+
+
+def schedule(options: argparse.Namespace, steps: int | None = None) -> list[str]:
+    """Overrides for equal minutes or, with `steps`, for equal steps.
+
+    Raises:
+        InputError: a number that is none, or both.
+    """
+    minutes = options.minutes
+    if (minutes is None) == (steps is None) or min(minutes or 1, steps or 1) <= 0:
+        raise InputError(
+            f"--minutes is {minutes}, steps are {steps}", "Give one of them, and above 0."
+        )
+    if steps is not None:
+        return [f"schedule.steps={steps}"]
+    return [f"schedule.steps={MANY}", f"schedule.minutes={minutes}"]
+
+
+def kinds(options: argparse.Namespace, names: list[str], limits: list[str]) -> list[Variant]:
+    """The config with a head of each kind, of the same depth, taps, draft vocabulary and loss."""
+    base = load_config(options.config, options.overrides + limits)
+    shared = {name: getattr(base.head, name) for name in HeadConfig.model_fields}
+    found = []
+    for kind in names:
+        if kind not in HEADS:
+            raise InputError(f"--kinds {kind!r} is unknown", nearest(kind, HEADS))
+        head = base.head
+        if kind != head.kind:
+            head = HEADS[kind].Config(**(shared | {"kind": kind}))
+        config = base.model_copy(update={"head": head})
+        found.append(make_variant(kind, base, config, Path(options.output)))
+    return found
+
+
+def read_variants(path: Path) -> dict[str, dict[str, Any]]:
+    """Names and what each sets: {dotted key: value}.
+
+    Raises:
+        InputError: no such file, or another form.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist", "Name a file: name -> {dotted key: value}.")
+    named, problems = parse_yaml(path.read_text(encoding="utf-8"))
+    if not isinstance(named, dict) or not all(isinstance(v, dict) for v in named.values()):
+        problems, named = problems or ["it is not name -> {dotted key: value}"], {}
+    problems += [f"{n!r} is no name" for n in named if not re.fullmatch(r"[\w.-]+", str(n))]
+    if problems:
+        raise InputError(f"{path}: {'; '.join(problems)}", "For example  tv: {head.loss: tv}")
+    return {str(name): fields for name, fields in named.items()}
+
+
+def overridden(
+    options: argparse.Namespace, named: dict[str, dict[str, Any]], more: list[str]
+) -> list[Variant]:
+    """A variant for each of `named`, see `read_variants`.
+
+    Args:
+        more: overrides of all of them.
+    """
+    base, found = load_config(options.config, options.overrides), []
+    for name, fields in named.items():
+        own = [f"{key}={json.dumps(value)}" for key, value in fields.items()]
+        config = load_config(options.config, options.overrides + own + more)
+        found.append(make_variant(name, base, config, Path(options.output)))
+    return found
+
+
+def make_variant(name: str, base: TrainConfig, config: TrainConfig, output: Path) -> Variant:
+    """`config` in a folder of its own below `output`.  Variants whose data is made like that of
+    `base` share its answers and its feature cache; others have theirs below `output`."""
+    # A random target is another one with another seed.
+    seed = base.seed if config.target.random is None else config.seed
+    mine = [_made_with(c, seed, *LAYOUT, "features", "overlong") for c in (base, config)]
+    file = base.answers_file
+    if mine[0] != mine[1] or seed != base.seed:
+        own = output / f"answers-{_digest(mine[1])}.jsonl"
+        file = own if config.data.file is None else config.answers_file
+    mine = [_made_with(c, seed, *LAYOUT) for c in (base, config)]
+    features = base.features_folder
+    if mine[0] != mine[1] or seed != base.seed:
+        features = output / f"features-{_digest(mine[1])}"
+    cache = config.data.features.model_copy(update={"folder": str(features)})
+    data = config.data.model_copy(update={"file": str(file), "features": cache})
+    config = config.model_copy(update={"data": data, "resume": "latest"})
+    kept = config.model_dump(mode="json", exclude={"output_dir", "resume", "tracking"})
+    given = sha256(file) if config.data.prompts is None and file.is_file() else None
+    folder = output / f"{name}-{_digest([kept, given])}"
+    config = config.model_copy(update={"output_dir": str(folder)})
+    return Variant(name, config, config.model_copy(update={"seed": seed}))
+
+
+def _made_with(config: TrainConfig, seed: int, *without: str) -> Any:
+    """What the data of `config` depends on."""
+    data = config.data.model_dump(mode="json", exclude=set(without))
+    return [data, config.target.model_dump(mode="json"), seed]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+# -- stages --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def workplace(output: Path) -> Iterator[int]:
+    """Keeps `output` to one command and the trainings that it has started, and lets SIGTERM end
+    them too.  Yields what a child must inherit.
+
+    Raises:
+        InputError: another command, or a training that it left, is at work there.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                f"{output} is in use by another process", "Wait for it, or give another --output."
+            ) from None
+        previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        try:
+            yield lock.fileno()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def train_all(variants: list[Variant], lock: int) -> None:
+    """Makes the data that is missing and trains what is not trained, each in its own process."""
+    todo = [variant for variant in variants if not variant.trained]
+    for home in dict.fromkeys(_home(variant.data) for variant in todo):
+        make_data([variant.data for variant in todo if _home(variant.data) == home])
+    for number, variant in enumerate(variants, start=1):
+        done = variant not in todo
+        print(f"[{number}/{len(variants)}] {variant.name}: {'is there' if done else 'training'}")
+        if not done:
+            train(variant, lock)
+
+
+def _home(config: TrainConfig) -> tuple[Path, Path]:
+    return config.answers_file, config.features_folder
+
+
+def make_data(configs: list[TrainConfig]) -> None:
+    """The answers of configs that share their data, and one feature cache with all their taps."""
+    prepare(configs[0])
+    if not configs[0].data.features.cache:
+        return
+    target = TargetModel.load(**configs[0].target.model_dump(), seed=configs[0].seed)
+    layers = target.spec.num_layers
+    taps = {t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)}
+    open_features(configs[0], target, load_documents(configs[0], target), sorted(taps))
+
+
+def train(variant: Variant, lock: int) -> None:
+    """Trains in a process of its own, which goes on where an earlier one was ended.
+
+    Raises:
+        InputError: it ended with another exit code than 0.
+    """
+    path = variant.folder.with_name(f"{variant.folder.name}.yaml")
+    path.write_text(yaml.safe_dump(variant.config.model_dump(mode="json"), sort_keys=False))
+    command = [sys.executable, str(PACKAGE / "train.py"), str(path)]
+    with subprocess.Popen(command, pass_fds=[lock]) as child:
+        try:
+            code = child.wait()
+        except BaseException:  # the child saves its step before it ends
+            child.terminate()
+            child.wait()
+            raise
+    if code or not variant.trained:
+        raise InputError(
+            f"training {variant.name} ended with exit code {code}",
+            f"Its own message is above; its config is {path}.",
+        )
+
+
+def figures(variant: Variant) -> dict[str, Any]:
+    """What the training of a variant came to."""
+    folder, found = variant.folder, checkpoint.latest(variant.folder)
+    assert found is not None, "not trained"
+    lines = [json.loads(line) for line in (folder / METRICS).open()]
+    tokens, seconds = sum(line.get("tokens", 0) for line in lines), found.state["seconds"]
+    best = read_description(folder)
+    return {
+        "name": variant.name,
+        "kind": best["kind"],
+        "parameters": parameters(folder),
+        "steps": found.step,
+        "minutes": seconds / 60,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "best_step": best["step"],
+        **{name: best[name] for name in TAUS},
+    }
+
+
+def parameters(folder: Path) -> int:
+    """Learned numbers of the head in `folder`."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    learned = [s for name, s in slices.items() if name != "draft_ids"]
+    return sum(math.prod(s.get_shape()) for s in learned)

@@ -1,0 +1,128 @@
+"""Trains variants of a config for equal minutes or steps, with several seeds: what each gains.
+
+python scripts/sweep.py configs/hydra.yaml --variants losses.yaml --minutes 3 --seeds 0,1,2
+
+losses.yaml names what each variant sets, a line each, such as  tv: {head.loss: tv}; the config as
+it is stands beside them as `base`.  A gain is a difference of held-out tau between two runs of one
+seed.  A second run of the command goes on where one was ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from selfdraft.heads.errors import InputError, exit_code
+from selfdraft.inference.assembly import build_drafter, default_plan
+from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.target import TargetModel
+from selfdraft.scripts import bench, experiments
+from selfdraft.scripts.bench_report import conditions, write
+from selfdraft.scripts.experiments import Variant
+from selfdraft.scripts.heads_report import table
+
+BASE = "base"
+COLUMNS = {
+    "name": "variant",
+    "parameters": "parameters",
+    "tokens_per_second": "training tokens/s",
+    "tau": "tau T=0",
+    "gain": "gain",
+    "gain_sd": "± over seeds",
+    "tau_t1": "tau T=1",
+    "gain_t1": "gain",
+    "gain_t1_sd": "± over seeds",
+    "draft_ms": "ms a draft",
+    "tokens_per_round": "decoded tau",
+}
+
+
+def decoded(
+    variant: Variant, target: TargetModel, prompts: list[list[int]], asked: dict[str, Any]
+) -> dict[str, float]:
+    """What a round of real decoding with the head alone costs and brings."""
+    head = build_drafter("heads", target, variant.folder)
+    spec = Speculator(target, head, default_plan(head))
+    spec.generate(prompts[0][:64], **asked)  # not counted: first calls allocate
+    stats = spec.generate(prompts, batch_size=1, **asked).stats
+    draft_ms = 1000 * stats.seconds["draft"] / max(1, stats.rounds)
+    return {"draft_ms": draft_ms, "tokens_per_round": stats.tokens_per_round}
+
+
+def summary(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a variant over its seeds, and its gains over the base's runs."""
+    found: dict[str, Any] = {"name": name, "parameters": runs[0]["parameters"]}
+    found["tokens_per_second"] = mean(run["tokens_per_second"] for run in runs)
+    for tau, gain in (("tau", "gain"), ("tau_t1", "gain_t1")):
+        gains = [mine[tau] - other[tau] for mine, other in zip(runs, base, strict=True)]
+        found[tau], found[gain] = mean(run[tau] for run in runs), mean(gains)
+        found[f"{gain}_sd"] = stdev(gains) if len(gains) > 1 else None
+    return found | {"runs": runs}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains, decodes a little, prints, and writes JSON and page."""
+    bench.check_numbers(options)
+    limits, seeds = experiments.schedule(options, options.steps), _seeds(options.seeds)
+    named: dict[str, dict[str, Any]] = {BASE: {}} | experiments.read_variants(
+        Path(options.variants)
+    )
+    by_seed = [experiments.overridden(options, named, [*limits, f"seed={s}"]) for s in seeds]
+    with experiments.workplace(Path(options.output)) as lock:
+        experiments.train_all([variant for variants in by_seed for variant in variants], lock)
+        config = by_seed[0][0].config
+        target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
+        tokens = options.max_new_tokens
+        prompts, _ = bench.read_prompts(options.prompts, options.limit, target, tokens)
+        runs: dict[str, list[dict[str, Any]]] = {v.name: [] for v in by_seed[0]}
+        for variants in by_seed:
+            for variant in variants:
+                runs[variant.name].append(experiments.figures(variant))
+        asked = bench.generation(tokens, options.temperature)
+        rows = [
+            summary(v.name, runs[v.name], runs[BASE])
+            | {"sets": named[v.name], **decoded(v, target, prompts, asked)}
+            for v in by_seed[0]
+        ]
+    facts = conditions(target, seeds=seeds, minutes=options.minutes, steps=options.steps)
+    facts["sampling"] = f"tau held out; decoded {bench.law(options.temperature)}, head alone"
+    facts |= {"prompts": len(prompts), "max_new_tokens": tokens}
+    _publish({"conditions": facts, "rows": rows}, Path(options.json))
+    return 0
+
+
+def _publish(report: dict[str, Any], path: Path) -> None:
+    shown = table(COLUMNS, report["rows"])
+    facts = "; ".join(f"{key}: {value}" for key, value in report["conditions"].items())
+    print(shown)
+    write(report, str(path))
+    text = f"# {path.stem}\n\nFrom [{path.name}]({path.name}), by scripts/sweep.py. {facts}.\n\n"
+    path.with_suffix(".md").write_text(text + shown)
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--seeds {text!r} are no numbers", "Give some, as in 0,1,2.") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; exit code 0, or 2 for bad input."""
+    cli = argparse.ArgumentParser(prog="sweep.py", description=__doc__.splitlines()[0])
+    experiments.add_options(cli, "runs/sweep")
+    cli.add_argument("--steps", type=int, help="of training for each variant, instead of minutes")
+    cli.add_argument("--seeds", default="0,1,2", help="comma separated")
+    bench.add_options(cli)
+    cli.add_argument("--json", default="docs/results/sweep.json", help="write the report here")
+    cli.set_defaults(limit=4, max_new_tokens=48)
+    options = cli.parse_args(argv)
+    if options.variants is None:
+        cli.error("--variants is needed")
+    return exit_code(lambda: run(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,257 @@
+"""Trainings that are compared: one command that makes, trains and times, and goes on where it was
+killed."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import pytest
+import training
+from fixtures import make_head, tiny
+from launch import finish, start, write_config
+from training import make_config, write_data
+
+from selfdraft.heads.errors import InputError
+from selfdraft.scripts import bench, compare_heads, experiments, sweep
+from selfdraft.scripts.acceptance import Watched
+from selfdraft.scripts.bench_report import Method, Run, row
+from selfdraft.train.config import PACKAGE, TrainConfig, load_config
+from selfdraft.train.data import load_documents
+
+SCRIPT = PACKAGE / "scripts" / "compare_heads.py"
+PROMPTS = [("why", "the cat sat on"), ("how", "a big red hat ran"), ("why", "in the mat")]
+
+
+def place(folder: Path, **sections) -> list[str]:
+    """Data, prompts and a config; the arguments that name them."""
+    write_data(folder / "data.jsonl")
+    lines = [json.dumps({"category": c, "prompt": p}) + "\n" for c, p in PROMPTS]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    write_config(folder / "run.yaml", make_config(folder, **sections))
+    named = {"--prompts": folder / "prompts.jsonl", "--output": folder / "all"}
+    named |= {"--json": folder / "results" / "heads.json", "--max-new-tokens": 12}
+    return [str(folder / "run.yaml"), *(str(part) for pair in named.items() for part in pair)]
+
+
+# -- the whole command ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A comparison of two kinds that was killed once while it timed, and run to its end."""
+    folder = tmp_path_factory.mktemp("compared")
+    arguments = [*place(folder), "--kinds", "medusa,hydra", "--minutes", "0.005"]
+    killed = start(1, SCRIPT, *arguments)
+    try:
+        give_up = time.monotonic() + 120
+        while not list((folder / "all").glob("bench-*.jsonl")):
+            assert killed.poll() is None and time.monotonic() < give_up, killed.communicate()
+            time.sleep(0.02)
+    finally:
+        killed.kill()
+        killed.communicate()
+    (ledger,) = (folder / "all").glob("bench-*.jsonl")
+    with ledger.open("a") as file:
+        file.write('{"torn')
+    (folder / "before.jsonl").write_text(ledger.read_text())
+    trained = {p: p.stat().st_mtime_ns for p in (folder / "all").rglob("model.safetensors")}
+    finish(start(1, SCRIPT, *arguments))
+    assert trained == {p: p.stat().st_mtime_ns for p in trained}
+    return folder, arguments
+
+
+def test_a_killed_comparison_goes_on_where_it_stopped(compared):
+    folder, arguments = compared
+    before = (folder / "before.jsonl").read_text().splitlines()[:-1]
+    (ledger,) = (folder / "all").glob("bench-*.jsonl")
+    lines = ledger.read_text().splitlines()
+    assert len(before) >= 1 and lines[: len(before)] == before and len(lines) == 3
+    first = json.loads((folder / "results" / "heads.json").read_text())
+    assert compare_heads.main(arguments) == 0  # all is there: the same figures once more
+    again = json.loads((folder / "results" / "heads.json").read_text())
+    assert (again["rows"], again["heads"]) == (first["rows"], first["heads"])
+
+
+def test_the_report_holds_every_head_and_every_way(compared):
+    folder, _ = compared
+    report = json.loads((folder / "results" / "heads.json").read_text())
+    names = [entry["name"] for entry in report["rows"]]
+    assert names == "plain hf ngram medusa medusa+ngram hydra hydra+ngram".split()
+    for entry in report["rows"]:
+        assert list(entry["by_category"]) == ["why", "how"] and entry["identical"] == "3/3"
+        parts = entry["by_category"].values()
+        assert sum(part["tokens"] for part in parts) == entry["tokens"] > 0
+        assert 0 < entry["seconds_by_part"]["prefill"] < entry["seconds"]
+        for name in ("plain", "hf"):
+            assert entry[f"speedup_vs_{name}"] > 0 and entry[f"decode_speedup_vs_{name}"] > 0
+    for head in report["heads"]:
+        assert head["minutes"] >= 0.005 and head["tokens_per_second"] > 0
+        assert head["tau"] == pytest.approx(1 + sum(head["tau_by_depth"]))
+        assert head["tau_t1"] == pytest.approx(1 + sum(head["tau_t1_by_depth"]))
+        assert head["parameters"] > 1000
+    page = (folder / "results" / "heads.md").read_text()
+    assert f"| {report['heads'][0]['parameters']:,} |" in page and "medusa+ngram" in page
+    for plot in ("heads_speed.svg", "heads_tau.svg"):
+        assert f"({plot})" in page and "<svg" in (folder / "results" / plot).read_text()
+
+
+def test_sampled_drafts_are_accepted_as_often_as_their_laws_say(compared):
+    folder, arguments = compared
+    target = folder / "results" / "t1.json"
+    assert compare_heads.main([*arguments, "--temperature", "1", "--json", str(target)]) == 0
+    report = json.loads(target.read_text())
+    assert "temperature 1" in report["conditions"]["sampling"]
+    assert {entry["identical"] for entry in report["rows"]} == {None}
+    for entry in report["acceptance"]:
+        assert entry["judged"][0] > 5 and 0 < entry["one_minus_tv"][0] <= 1
+    assert "1 - TV" in target.with_suffix(".md").read_text()
+
+
+def test_one_command_at_a_time_works_in_a_folder(compared, capsys):
+    folder, arguments = compared
+    with experiments.workplace(folder / "all"):
+        assert compare_heads.main(arguments) == 2
+    assert "is in use by another process" in capsys.readouterr().err
+
+
+# -- variants ------------------------------------------------------------------------------------
+
+
+def variants(folder: Path, named: dict, *more: str) -> dict[str, experiments.Variant]:
+    options = argparse.Namespace(
+        config=str(folder / "run.yaml"), overrides=[], output=str(folder / "all")
+    )
+    return {v.name: v for v in experiments.overridden(options, named, list(more))}
+
+
+def test_variants_share_the_data_that_is_made_alike(tmp_path):
+    place(tmp_path, data={"file": None, "prompts": "prompts.jsonl"})
+    named = {"a": {}, "b": {"head.loss": {"kl": 1, "tv": 0.5}, "data.bucket": 4}}
+    named |= {"c": {"data.answers": [{"temperature": 1.0}]}, "d": {"data.features.dtype": "int8"}}
+    found = {name: v.config for name, v in variants(tmp_path, named).items()}
+    assert found["b"].head.loss == {"kl": 1, "tv": 0.5}
+    files = {name: (c.answers_file, c.features_folder) for name, c in found.items()}
+    assert files["a"] == files["b"] == (tmp_path / "run/answers.jsonl", tmp_path / "run/features")
+    assert files["d"][0] == files["a"][0] and files["c"][0] != files["a"][0]
+    assert len({features for _, features in files.values()}) == 3
+
+
+def test_what_a_training_depends_on_is_in_the_name_of_its_folder(tmp_path):
+    place(tmp_path)
+    one = variants(tmp_path, {"x": {}})["x"]
+    assert one.folder == variants(tmp_path, {"x": {"tracking.name": "y"}})["x"].folder
+    others = [variants(tmp_path, {"x": {"optim.lr": 0.1}})["x"], variants(tmp_path, {"y": {}})["y"]]
+    others += [variants(tmp_path, {"x": {}}, "schedule.minutes=1")["x"]]
+    write_data(tmp_path / "data.jsonl", rows=21)
+    others += [variants(tmp_path, {"x": {}})["x"]]
+    assert len({one.folder, *(other.folder for other in others)}) == 5
+    assert load_config(PACKAGE / "configs" / "hydra.yaml") and not one.trained
+
+
+def test_seeds_of_a_named_target_share_its_data(tmp_path):
+    """And those of a random one, which is another target with each seed, do not."""
+    for target, shared in ({"model": "somewhere"}, True), ({"random": training.LLAMA}, False):
+        place(tmp_path, target={"random": None, **target})
+        by_seed = [variants(tmp_path, {"x": {}}, f"seed={s}")["x"] for s in (0, 1)]
+        assert (by_seed[0].data.seed == by_seed[1].data.seed) == shared
+        folders = {v.config.features_folder for v in by_seed}
+        assert (len(folders) == 1) == shared and by_seed[1].config.seed == 1
+
+
+@pytest.mark.parametrize("text", ["[a, b]", "tv: loss", "'a/b': {}", "a: {", "a: {}\na: {}"])
+def test_bad_variants_are_two_lines(tmp_path, text):
+    path = tmp_path / "v.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        experiments.read_variants(path)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("more", [["--kinds", "hydro"], ["--minutes", "0"], ["--limit", "0"]])
+def test_bad_arguments_are_two_lines_and_nothing_is_made(tmp_path, capsys, more):
+    assert compare_heads.main([*place(tmp_path), *more]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert not list(tmp_path.glob("all/*"))
+
+
+# -- sweeps --------------------------------------------------------------------------------------
+
+
+def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
+    """Two seeds; trained in this process, to save time."""
+    made: list[TrainConfig] = []
+
+    def train(variant, lock):
+        made.append(variant.config)
+        training.train(variant.config)
+
+    monkeypatch.setattr(experiments, "train", train)
+    arguments = [*place(tmp_path), "--steps", "4", "--seeds", "0,1"]
+    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}\nwide: {head.width: 256}\n")
+    arguments += ["--variants", str(tmp_path / "v.yaml")]
+    assert sweep.main(arguments) == 0
+    assert [c.seed for c in made] == [0, 0, 0, 1, 1, 1]
+    assert {c.schedule.steps for c in made} == {4} and len({c.output_dir for c in made}) == 6
+    report = json.loads((tmp_path / "results" / "heads.json").read_text())
+    base, tv, wide = report["rows"]
+    assert base["gain"] == base["gain_sd"] == 0 and tv["sets"] == {"head.loss": "tv"}
+    gains = [a["tau"] - b["tau"] for a, b in zip(tv["runs"], base["runs"], strict=True)]
+    assert tv["gain"] == pytest.approx(sum(gains) / 2)
+    assert tv["gain_sd"] == pytest.approx(abs(gains[0] - gains[1]) / 2**0.5)
+    assert wide["parameters"] > base["parameters"] and wide["draft_ms"] > 0
+    assert "| wide |" in capsys.readouterr().out
+    assert "| wide |" in (tmp_path / "results" / "heads.md").read_text()
+    assert sweep.main(arguments) == 0 and len(made) == 6
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_report_by_hand():
+    def method(name: str, seconds: float, ids: list[int]) -> Method:
+        runs = [Run(ids, seconds, 2.0, {"prefill": 1.0}), Run([7], 2.0, 1.0, {"prefill": 1.0})]
+        return Method(name, lambda prompt: ([], 0.0, {}), runs)
+
+    plain, fast = method("plain", 5.0, [1, 2, 3]), method("fast", 3.0, [1, 2, 4])
+    found = row(fast, {"plain": plain, "fast": fast}, ["a", "b"])
+    assert found["tokens"] == 4 and found["speedup_vs_plain"] == pytest.approx(7 / 5)
+    assert found["decode_speedup_vs_plain"] == pytest.approx(5 / 3)
+    assert found["tokens_per_round"] == pytest.approx(2 / 3) and found["identical"] == "1/2"
+    assert found["median_speedup_vs_plain"] == pytest.approx((5 / 3 + 1) / 2)
+    assert found["speedup_vs_hf"] is found["median_speedup_vs_hf"] is None
+    assert found["by_category"]["b"]["speedup_vs_plain"] == 1
+    assert found["seconds_by_part"] == {"prefill": 2.0}
+    assert row(fast, {"plain": plain}, ["a", "b"], greedy=False)["identical"] is None
+
+
+def test_watched_chains_are_accepted_with_the_chance_that_is_noted():
+    """A sum of (accepted - chance) has mean 0 and variance sum c(1 - c)."""
+    target, tokens = tiny(), 60
+    head = make_head("hydra", target.spec, depth=3)
+    total = [[0.0] * 3 for _ in range(3)]
+    for prompt in range(8):
+        watched = Watched(head, target, 3.0, tokens)
+        spec = bench.Speculator(target, watched, 3)
+        asked = {"do_sample": True, "temperature": 3.0, "seed": prompt}
+        out = spec.generate([prompt + 1, 5, 9], max_new_tokens=tokens, **asked)
+        assert watched.accepted[0] <= out.stats.accepted_by_depth[0]
+        for sums, part in zip(
+            total, (watched.judged, watched.accepted, watched.chance), strict=True
+        ):
+            sums[:] = [a + b for a, b in zip(sums, part, strict=True)]
+    judged, accepted, chance = total
+    assert judged[0] > 200 and judged[1] == accepted[0] > 20
+    bound = 4 * (judged[0] / 4) ** 0.5
+    assert abs(accepted[0] - chance[0]) < bound and 0 < chance[0] < judged[0]
+
+
+def test_held_out_rows_are_the_same_cache_for_every_seed(tmp_path):
+    """So that the runs of a sweep share it."""
+    config, target = make_config(tmp_path), training.make_target()
+    rows = [
+        {d.row for d in found.train + found.held_out}
+        for seed in (0, 1)
+        for found in [load_documents(config.model_copy(update={"seed": seed}), target)]
+    ]
+    assert rows[0] == rows[1] == set(range(1, 21))

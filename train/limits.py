@@ -1,0 +1,58 @@
+"""What ends a run, and what its best head is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import ScheduleConfig
+
+
+class Limits:
+    """Steps, minutes and patience of a run, counted over all its resumptions.
+
+    Attributes:
+        seconds: wall time of the training steps so far.
+        scores: of the evaluations so far.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, state: Mapping[str, Any]) -> None:
+        """Args:
+        state: of a checkpoint, see `state`; empty for a new run.
+        """
+        self.schedule = schedule
+        self.seconds: float = state.get("seconds", 0.0)
+        self.scores: list[float] = list(state.get("scores", []))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"seconds": self.seconds, "scores": list(self.scores)}
+
+    @property
+    def spent(self) -> float:
+        """Share of `minutes` that is used; 0 without such a bound."""
+        minutes = self.schedule.minutes
+        return 0.0 if minutes is None else self.seconds / (60 * minutes)
+
+    def reached(self, step: int) -> str | None:
+        """The limit that a run has met after `step` steps, in words; None: it goes on."""
+        schedule = self.schedule
+        if step >= schedule.steps:
+            return f"schedule.steps is {schedule.steps}"
+        if self.spent >= 1:
+            return f"schedule.minutes is {schedule.minutes:g}"
+        if schedule.patience is not None and self._without_gain() >= schedule.patience:
+            return f"schedule.patience is {schedule.patience}"
+        return None
+
+    def _without_gain(self) -> int:
+        """Evaluations after the first of the best ones."""
+        return len(self.scores) - 1 - self.scores.index(max(self.scores)) if self.scores else 0
+
+
+def score(figures: Mapping[str, Any], schedule: ScheduleConfig) -> float | None:
+    """What `schedule.select` asks for, of an evaluation or of head.json; None where that has not
+    got it."""
+    names = ("tau", "tau_t1") if schedule.select == "mean" else (schedule.select,)
+    values = [figures[name] for name in names if figures.get(name) is not None]
+    return sum(values) / len(values) if len(values) == len(names) else None
