@@ -12,62 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from .draft import Draft, Plan
 from .losses import distil, loss_rows
 from .objectives import check_loss, objective
 from .protocols import Features, Noise, Sampling, State
+from .readout import LowRank, Prior
+from .spec import TargetSpec, TargetWeights
 from .trees import grow
-
-
-@dataclass(frozen=True)
-class TargetSpec:
-    """What a head knows of its frozen target: sizes and callables, never its modules.
-
-    Attributes:
-        embed: ids [..] -> embeddings [.., D], with the target's own scaling.
-        projector: (rows, packed) -> a function from hidden [.., D] to logits [.., V], or
-            [.., len(rows)] when `rows` [D'] picks vocabulary rows.  With packed=True it may serve
-            inference only; with packed=False gradients reach hidden.
-        identity: what is written into head.json to recognise the target again.
-        config: the target's text config, whose head width and rotary settings heads copy.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    max_positions: int
-    embed: Callable[[Tensor], Tensor]
-    projector: Callable[[Tensor | None, bool], Callable[[Tensor], Tensor]]
-    identity: dict[str, Any]
-    device: torch.device
-    dtype: torch.dtype
-    config: Any
-
-    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Logits of `hidden` [.., D] through the dense lm_head, scaling included."""
-        return self.projector(rows, False)(hidden)
-
-
-@dataclass(frozen=True)
-class TargetWeights:
-    """Dense weights of the target that a new head may start from; they are copied, never shared.
-
-    Attributes:
-        lm_head: rows [D'] or None -> [D', D] or [V, D]; raises InputError where it is not dense.
-        norm_scale: [D] what the final norm multiplies by; None where there is none to be found.
-        last_layer: of the last decoder layer: q_proj, k_proj, v_proj, gate_proj and up_proj, and
-            the scales input_norm and mlp_norm; what is not there is left out.
-    """
-
-    lm_head: Callable[[Tensor | None], Tensor]
-    norm_scale: Tensor | None
-    last_layer: dict[str, Tensor]
 
 
 class HeadConfig(BaseModel):
@@ -80,6 +37,9 @@ class HeadConfig(BaseModel):
             down to fit.
         draft_vocab: D most frequent ids of the distillation data; None drafts over all ids.
         draft_coverage: fewer ids than that where they make up this share of the data's tokens.
+        low_rank: r of an lm_head hidden -> r -> ids, trained instead of drawing on the target's
+            frozen one, so that a draft over all ids (`draft_vocab: null`) costs little; 0: none.
+        prior: rank of a Markov prior, which adds what the previous token alone says; 0: none.
         loss: an objective of `objectives.TERMS`, `accepted_length`, or a mix {name: weight}.
         decay: weight of depth k's loss is decay^k (Medusa, arXiv 2401.10774, section 2.2.1).
     """
@@ -90,8 +50,16 @@ class HeadConfig(BaseModel):
     taps: list[int] = Field(default_factory=list)
     draft_vocab: int | None = Field(8192, ge=1)
     draft_coverage: float | None = Field(None, gt=0, le=1)
+    low_rank: int = Field(0, ge=0)
+    prior: int = Field(0, ge=0)
     loss: Annotated[str | dict[str, float], BeforeValidator(check_loss)] = "kl"
     decay: float = Field(0.8, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _one_lm_head(self) -> Self:
+        if self.low_rank and getattr(self, "lm_head", "shared") == "own":
+            raise ValueError("low_rank and lm_head: own are two lm_heads, choose one")
+        return self
 
 
 @dataclass(frozen=True)
@@ -134,6 +102,10 @@ class Head(nn.Module):
         self.max_depth = config.depth
         self.register_buffer("draft_ids", draft_ids)
         self._project: Callable[[Tensor], Tensor] | None = None
+        self.draft_size = size = spec.vocab_size if draft_ids is None else len(draft_ids)
+        rank = config.low_rank
+        self.low_rank = LowRank(spec.hidden_size, rank, size) if rank else None
+        self.prior = Prior(spec.vocab_size, config.prior, size) if config.prior else None
 
     @classmethod
     def layers_tapped(cls, config: Any, layers: int) -> list[int]:
@@ -158,8 +130,25 @@ class Head(nn.Module):
         raise TypeError(f"head kind {self.kind!r} does not define unroll")
 
     def output_weights(self) -> list[Tensor] | None:
-        """The head's own lm_head weights, one [D', D] a depth; None: the target's are shared."""
+        """The weights of a head's own lm_head, one [D', D] a depth; None where it has none."""
         return None
+
+    def _readout(
+        self, states: list[Tensor], rows: list[Tensor], ids: Tensor
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """States and weights as `distil` reads them; the prior of slot k at row t sees x_{t+k}."""
+        weights = self.output_weights()
+        if self.low_rank is not None:
+            states = [self.low_rank.down(state) for state in states]
+            weights = [self.low_rank.up.weight] * len(states)
+        if self.prior is None:
+            return states, weights
+        before = [self.prior.before(ids[r + k]) for k, r in enumerate(rows, start=1)]
+        states = [torch.cat(pair, -1) for pair in zip(states, before, strict=True)]
+        after = self.prior.after.weight
+        if weights is None:
+            return states, [after] * len(states)
+        return states, [torch.cat([weight, after], 1) for weight in weights]
 
     def forward(self, batch: dict[str, Tensor], features: Features) -> dict[str, Tensor]:
         """Sums over the loss rows of `batch`, to be divided by `counts`.
@@ -173,15 +162,16 @@ class Head(nn.Module):
             evaluation, accepted [depth] (the same of tau at temperature 1).
         """
         rows = loss_rows(batch, self.config.depth)
-        states = self.unroll(batch, features, rows)
+        states, ids = self.unroll(batch, features, rows), batch["ids"].flatten()
+        read, weights = self._readout(states, rows, ids)
         sums = distil(
             objective(self.config.loss),
-            states,
+            read,
             rows,
             hidden=features["hidden"].flatten(0, 1),
-            ids=batch["ids"].flatten(),
+            ids=ids,
             project=self.spec.projector(self.draft_ids, False),
-            weights=self.output_weights(),
+            weights=weights,
             draft_ids=self.draft_ids,
             project_all=self.spec.projector(None, False),
         )
@@ -232,8 +222,16 @@ class Head(nn.Module):
         """
         raise TypeError(f"head kind {self.kind!r} does not define step")
 
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """Logits [.., D] over the draft vocabulary at slot `depth` (from 1)."""
+    def draft_logits(self, hidden: Tensor, paths: Tensor) -> Tensor:
+        """Logits [.., D] over the draft vocabulary of states [.., D] at slot k, behind the tokens
+        `paths` [.., k] from the root on."""
+        if self.prior is None:
+            return self._lm_head(hidden, paths.shape[-1])
+        return self._lm_head(hidden, paths.shape[-1]) + self.prior(paths[..., -1])
+
+    def _lm_head(self, hidden: Tensor, depth: int) -> Tensor:
+        if self.low_rank is not None:
+            return self.low_rank(hidden)
         weights = self.output_weights()
         if weights is not None:
             return nn.functional.linear(hidden, weights[depth - 1])

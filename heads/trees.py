@@ -50,7 +50,7 @@ class Grower(Protocol):
     ) -> Tensor:
         """See `Head.step`."""
 
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+    def draft_logits(self, hidden: Tensor, paths: Tensor) -> Tensor:
         """See `Head.draft_logits`."""
 
 
@@ -153,7 +153,7 @@ class _Growth:
         head, sampling = self.head, self.sampling
         paths_BWk = self.paths_BWk[:, : self.width]
         hidden_BWD = head.step(self.state, paths_BWk, self.place_BW[:, : self.width], self.memo)
-        logits_BWV, ids = head.draft_logits(hidden_BWD, level), head.draft_ids
+        logits_BWV, ids = head.draft_logits(hidden_BWD, paths_BWk), head.draft_ids
         lawless_BW = ~logits_BWV.amax(-1).isfinite()  # the maximum of NaN and inf is not finite
         if not sampling.raw_greedy:
             logits_BWV = logits_BWV.masked_fill(lawless_BW[..., None], 0.0)
