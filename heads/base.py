@@ -25,6 +25,7 @@ from .protocols import Features, Noise, Sampling, State
 from .readout import LowRank, Prior
 from .spec import TargetSpec, TargetWeights
 from .trees import grow
+from .widening import Widened
 
 
 class HeadConfig(BaseModel):
@@ -79,7 +80,7 @@ class Head(nn.Module):
     """A drafting head on a frozen target.
 
     A subclass gives `kind`, `Config`, `unroll` (training) and `step` (decoding); a head that
-    remembers more than one position also gives `start` and `advance`.
+    remembers more than one position also gives `read_committed`.
     """
 
     kind: ClassVar[str]
@@ -87,6 +88,7 @@ class Head(nn.Module):
     draft_ids: Tensor | None
     trained_length: int | None = None  # tokens of the longest row learned from, where known
     trees: bool = True  # False for a head that can only draft chains
+    widen: bool = False  # draft over the ids of each row's own text too, where the head can
 
     def __init__(
         self, config: HeadConfig, spec: TargetSpec, draft_ids: Tensor | None = None
@@ -194,21 +196,42 @@ class Head(nn.Module):
 
     # -- decoding --------------------------------------------------------------------------------
 
+    @property
+    def can_widen(self) -> bool:
+        """Are there ids outside the draft vocabulary that the target's lm_head would serve?"""
+        own = self.low_rank is not None or getattr(self.config, "lm_head", "shared") == "own"
+        return self.draft_ids is not None and not own
+
     def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
         """See `Drafter.start`."""
-        return self._last_features(features, length_B - 1)
+        state = self.read_committed(None, ids_BT[:, 1:], length_B, features)
+        if self.widen and self.can_widen:
+            return Widened.start(self, state, ids_BT, length_B + 1)
+        return state
 
     def advance(
-        self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
+        self, state: Any, committed_BM: Tensor, count_B: Tensor, features: Features
     ) -> State:
         """See `Drafter.advance`."""
-        return self._last_features(features, count_B - 1)
+        if not isinstance(state, Widened):
+            return self.read_committed(state, committed_BM, count_B, features)
+        inner = self.read_committed(state.inner, committed_BM, count_B, features)
+        return state.advanced(inner, committed_BM, count_B)
 
-    def _last_features(self, features: Features, index_B: Tensor) -> LastFeatures:
-        rows = torch.arange(len(index_B), device=index_B.device)
+    def read_committed(
+        self, state: Any, tokens_BM: Tensor, count_B: Tensor, features: Features
+    ) -> State:
+        """State after further true tokens.
+
+        Args:
+            state: before them; None at the start.
+            tokens_BM: the token after each position of `features`, which may go on behind them.
+            count_B: how many of the M each batch row has.
+        """
+        rows = torch.arange(len(count_B), device=count_B.device)
         # Taps may be there for others alone.
-        taps = features["taps"][rows, index_B] if self.taps else None
-        return LastFeatures(features["hidden"][rows, index_B], taps)
+        taps = features["taps"][rows, count_B - 1] if self.taps else None
+        return LastFeatures(features["hidden"][rows, count_B - 1], taps)
 
     def step(
         self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
@@ -240,9 +263,11 @@ class Head(nn.Module):
         return self._project(hidden)
 
     def propose(
-        self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+        self, state: Any, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
         """A chain or a tree, each token chosen or drawn from the law of its own prefix."""
+        if isinstance(state, Widened):
+            return grow(state, state.inner, root_B, plan, sampling, noise)
         return grow(self, state, root_B, plan, sampling, noise)
 
 

@@ -103,9 +103,12 @@ class Prior(nn.Module):
         kept = min(rank, vocab, ids)
         # A few more than are kept, as the randomized method wants.
         u_VR, s_R, v_DR = torch.svd_lowrank(matrix, min(kept + 8, vocab, ids))
-        root_R = s_R.sqrt()
-        _fill(self.before.weight, (u_VR * root_R / weight_V[:, None])[:, :kept])
-        _fill(self.after.weight, (v_DR * root_R / weight_D[:, None])[:, :kept])
+        before_VR = (u_VR * s_R / weight_V[:, None])[:, :kept]
+        after_DR = (v_DR / weight_D[:, None])[:, :kept]
+        # Entries of one size on both sides, so that they learn at one rate.
+        balance = (after_DR.square().mean() / before_VR.square().mean()).sqrt().sqrt()
+        _fill(self.before.weight, before_VR * balance)
+        _fill(self.after.weight, after_DR / balance)
 
 
 def _fill(weight: Tensor, value: Tensor) -> None:

@@ -20,8 +20,9 @@ class TargetSpec:
     Attributes:
         embed: ids [..] -> embeddings [.., D], with the target's own scaling.
         projector: (rows, packed) -> a function from hidden [.., D] to logits [.., V], or
-            [.., len(rows)] when `rows` [D'] picks vocabulary rows.  With packed=True it may serve
-            inference only; with packed=False gradients reach hidden.
+            [.., len(rows)] when `rows` [D'] picks vocabulary rows; with rows [B, E] of their own,
+            from hidden [B, W, D] to [B, W, E].  With packed=True it may serve inference only;
+            with packed=False gradients reach hidden.
         identity: what is written into head.json to recognise the target again.
         config: the target's text config, whose head width and rotary settings heads copy.
     """

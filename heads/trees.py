@@ -184,7 +184,8 @@ class _Growth:
         above_BWk = self.paths_BWk.gather(
             1, place_BW[..., None].expand(-1, -1, self.paths_BWk.shape[-1])
         )
-        token_BW = token_BW if ids is None else ids[token_BW]
+        if ids is not None:
+            token_BW = ids[token_BW] if ids.ndim == 1 else ids.gather(1, token_BW)
         self.ids.append(token_BW)
         self.parent.append(place_BW + self.start)
         self.score.append(score.to(self.score[0].dtype))
@@ -242,8 +243,11 @@ def _draw(
 
 
 def scatter_logits(logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Draft logits [.., D] over target ids [.., V], -inf outside the draft vocabulary."""
+    """Draft logits [.., D] over target ids [.., V], -inf outside the draft vocabulary, which may be
+    one [B, D] a row of logits [B, W, D]; there an id may stand twice, at -inf the second time."""
     if draft_ids is None:
         return logits
     full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    return full.index_copy_(-1, draft_ids, logits)
+    if draft_ids.ndim == 1:
+        return full.index_copy_(-1, draft_ids, logits)
+    return full.scatter_reduce_(-1, draft_ids[:, None].expand_as(logits), logits, "amax")

@@ -33,6 +33,8 @@ class Projection:
 
     def __call__(self, rows: Tensor | None, use_packed: bool) -> Project:
         """See `TargetSpec.projector`."""
+        if rows is not None and rows.ndim == 2:  # of the texts at hand, so not worth keeping
+            return self._make_gathered(rows)
         key = (use_packed, None if rows is None else (rows.data_ptr(), len(rows)))
         if key not in self._made:
             # The rows are kept as well: their address is the key.
@@ -62,6 +64,22 @@ class Projection:
             return lambda hidden: scale_logits(self.config, product(hidden))
         part = bias if rows is None else bias[rows]
         return lambda hidden: scale_logits(self.config, product(hidden) + part)
+
+    def _make_gathered(self, rows_BE: Tensor) -> Project:
+        if not isinstance(self.lm_head, nn.Linear):
+            whole: Project = self._make(None, False)
+            return lambda hidden: whole(hidden).gather(-1, _beside(rows_BE, hidden))
+        weight_BDE, bias = self.weight_rows(rows_BE).mT, self.lm_head.bias
+        if bias is None:
+            return lambda hidden: scale_logits(self.config, hidden @ weight_BDE)
+        return lambda hidden: scale_logits(
+            self.config, hidden @ weight_BDE + bias[rows_BE][:, None]
+        )
+
+
+def _beside(rows_BE: Tensor, hidden_BWD: Tensor) -> Tensor:
+    """[B, W, E] `rows_BE` for each of the W states."""
+    return rows_BE[:, None].expand(-1, hidden_BWD.shape[1], -1)
 
 
 def scale_logits(config: Any, logits: Tensor) -> Tensor:

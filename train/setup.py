@@ -195,7 +195,7 @@ def bigrams(documents: list[Document], draft_ids: Tensor | None) -> tuple[Tensor
         if learned
     )
     pairs_P2 = torch.tensor(list(counts), dtype=torch.int64).view(-1, 2)
-    pairs_P2[:, 1] = draft_index(pairs_P2[:, 1], draft_ids)
+    pairs_P2[:, 1] = draft_index(pairs_P2[:, 1].contiguous(), draft_ids)
     known_P = pairs_P2[:, 1] >= 0
     return pairs_P2[known_P], torch.tensor(list(counts.values()), dtype=torch.int64)[known_P]
 

@@ -25,7 +25,6 @@ COMMON: list[dict[str, Any]] = [
     {},
     {"taps": [0, 1, 2], "draft_ids": True},
     {"loss": "ce"},
-    {"low_rank": 8},
     {"prior": 4, "draft_ids": True},
     {"low_rank": 8, "prior": 4, "loss": "lk"},
 ]
@@ -33,7 +32,6 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
     "medusa": [
         {"lm_head": "own"},
         {"lm_head": "own", "draft_ids": True, "layers": 2},
-        {"lm_head": "own", "prior": 4},
     ],
     "hydra": [{"layers": 1, "width": 24, "taps": [7]}],
 }
