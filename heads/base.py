@@ -12,62 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from .draft import Draft, Plan
 from .losses import distil, loss_rows
 from .objectives import check_loss, objective
 from .protocols import Features, Noise, Sampling, State
+from .readout import LowRank, Prior
+from .spec import TargetSpec, TargetWeights
 from .trees import grow
-
-
-@dataclass(frozen=True)
-class TargetSpec:
-    """What a head knows of its frozen target: sizes and callables, never its modules.
-
-    Attributes:
-        embed: ids [..] -> embeddings [.., D], with the target's own scaling.
-        projector: (rows, drafting) -> a function from hidden [.., D] to logits [.., V], or
-            [.., len(rows)] when `rows` [D'] picks vocabulary rows.  With drafting=True it may be
-            rounded, and serves drafts only; with drafting=False gradients reach hidden.
-        identity: what is written into head.json to recognise the target again.
-        config: the target's text config, whose head width and rotary settings heads copy.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    max_positions: int
-    embed: Callable[[Tensor], Tensor]
-    projector: Callable[[Tensor | None, bool], Callable[[Tensor], Tensor]]
-    identity: dict[str, Any]
-    device: torch.device
-    dtype: torch.dtype
-    config: Any
-
-    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Logits of `hidden` [.., D] through the dense lm_head, scaling included."""
-        return self.projector(rows, False)(hidden)
-
-
-@dataclass(frozen=True)
-class TargetWeights:
-    """Dense weights of the target that a new head may start from; they are copied, never shared.
-
-    Attributes:
-        lm_head: rows [D'] or None -> [D', D] or [V, D]; raises InputError where it is not dense.
-        norm_scale: [D] what the final norm multiplies by; None where there is none to be found.
-        last_layer: of the last decoder layer: q_proj, k_proj, v_proj, gate_proj and up_proj, and
-            the scales input_norm and mlp_norm; what is not there is left out.
-    """
-
-    lm_head: Callable[[Tensor | None], Tensor]
-    norm_scale: Tensor | None
-    last_layer: dict[str, Tensor]
+from .widening import Widened
 
 
 class HeadConfig(BaseModel):
@@ -80,6 +38,9 @@ class HeadConfig(BaseModel):
             down to fit.
         draft_vocab: D most frequent ids of the distillation data; None drafts over all ids.
         draft_coverage: fewer ids than that where they make up this share of the data's tokens.
+        low_rank: r of an lm_head hidden -> r -> ids, trained instead of drawing on the target's
+            frozen one, so that a draft over all ids (`draft_vocab: null`) costs little; 0: none.
+        prior: rank of a Markov prior, which adds what the previous token alone says; 0: none.
         loss: an objective of `objectives.TERMS`, `accepted_length`, or a mix {name: weight}.
         decay: weight of depth k's loss is decay^k (Medusa, arXiv 2401.10774, section 2.2.1).
     """
@@ -90,8 +51,16 @@ class HeadConfig(BaseModel):
     taps: list[int] = Field(default_factory=list)
     draft_vocab: int | None = Field(8192, ge=1)
     draft_coverage: float | None = Field(None, gt=0, le=1)
+    low_rank: int = Field(0, ge=0)
+    prior: int = Field(0, ge=0)
     loss: Annotated[str | dict[str, float], BeforeValidator(check_loss)] = "kl"
     decay: float = Field(0.8, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _one_lm_head(self) -> Self:
+        if self.low_rank and getattr(self, "lm_head", "shared") == "own":
+            raise ValueError("low_rank and lm_head: own are two lm_heads, choose one")
+        return self
 
 
 @dataclass(frozen=True)
@@ -111,7 +80,7 @@ class Head(nn.Module):
     """A drafting head on a frozen target.
 
     A subclass gives `kind`, `Config`, `unroll` (training) and `step` (decoding); a head that
-    remembers more than one position also gives `start` and `advance`.
+    remembers more than one position also gives `read_committed`.
     """
 
     kind: ClassVar[str]
@@ -119,6 +88,7 @@ class Head(nn.Module):
     draft_ids: Tensor | None
     trained_length: int | None = None  # tokens of the longest row learned from, where known
     trees: bool = True  # False for a head that can only draft chains
+    widen: bool = False  # draft over the ids of each row's own text too, where the head can
 
     def __init__(
         self, config: HeadConfig, spec: TargetSpec, draft_ids: Tensor | None = None
@@ -134,6 +104,10 @@ class Head(nn.Module):
         self.max_depth = config.depth
         self.register_buffer("draft_ids", draft_ids)
         self._project: Callable[[Tensor], Tensor] | None = None
+        self.draft_size = size = spec.vocab_size if draft_ids is None else len(draft_ids)
+        rank = config.low_rank
+        self.low_rank = LowRank(spec.hidden_size, rank, size) if rank else None
+        self.prior = Prior(spec.vocab_size, config.prior, size) if config.prior else None
 
     @classmethod
     def layers_tapped(cls, config: Any, layers: int) -> list[int]:
@@ -158,8 +132,25 @@ class Head(nn.Module):
         raise TypeError(f"head kind {self.kind!r} does not define unroll")
 
     def output_weights(self) -> list[Tensor] | None:
-        """The head's own lm_head weights, one [D', D] a depth; None: the target's are shared."""
+        """The weights of a head's own lm_head, one [D', D] a depth; None where it has none."""
         return None
+
+    def _readout(
+        self, states: list[Tensor], rows: list[Tensor], ids: Tensor
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """States and weights as `distil` reads them; the prior of slot k at row t sees x_{t+k}."""
+        weights = self.output_weights()
+        if self.low_rank is not None:
+            states = [self.low_rank.down(state) for state in states]
+            weights = [self.low_rank.up.weight] * len(states)
+        if self.prior is None:
+            return states, weights
+        before = [self.prior.before(ids[r + k]) for k, r in enumerate(rows, start=1)]
+        states = [torch.cat(pair, -1) for pair in zip(states, before, strict=True)]
+        after = self.prior.after.weight
+        if weights is None:
+            return states, [after] * len(states)
+        return states, [torch.cat([weight, after], 1) for weight in weights]
 
     def forward(self, batch: dict[str, Tensor], features: Features) -> dict[str, Tensor]:
         """Sums over the loss rows of `batch`, to be divided by `counts`.
@@ -173,15 +164,16 @@ class Head(nn.Module):
             evaluation, accepted [depth] (the same of tau at temperature 1).
         """
         rows = loss_rows(batch, self.config.depth)
-        states = self.unroll(batch, features, rows)
+        states, ids = self.unroll(batch, features, rows), batch["ids"].flatten()
+        read, weights = self._readout(states, rows, ids)
         sums = distil(
             objective(self.config.loss),
-            states,
+            read,
             rows,
             hidden=features["hidden"].flatten(0, 1),
-            ids=batch["ids"].flatten(),
+            ids=ids,
             project=self.spec.projector(self.draft_ids, False),
-            weights=self.output_weights(),
+            weights=weights,
             draft_ids=self.draft_ids,
             project_all=self.spec.projector(None, False),
         )
@@ -204,21 +196,42 @@ class Head(nn.Module):
 
     # -- decoding --------------------------------------------------------------------------------
 
+    @property
+    def can_widen(self) -> bool:
+        """Are there ids outside the draft vocabulary that the target's lm_head would serve?"""
+        own = self.low_rank is not None or getattr(self.config, "lm_head", "shared") == "own"
+        return self.draft_ids is not None and not own
+
     def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
         """See `Drafter.start`."""
-        return self._last_features(features, length_B - 1)
+        state = self.read_committed(None, ids_BT[:, 1:], length_B, features)
+        if self.widen and self.can_widen:
+            return Widened.start(self, state, ids_BT, length_B + 1)
+        return state
 
     def advance(
-        self, state: State, committed_BM: Tensor, count_B: Tensor, features: Features
+        self, state: Any, committed_BM: Tensor, count_B: Tensor, features: Features
     ) -> State:
         """See `Drafter.advance`."""
-        return self._last_features(features, count_B - 1)
+        if not isinstance(state, Widened):
+            return self.read_committed(state, committed_BM, count_B, features)
+        inner = self.read_committed(state.inner, committed_BM, count_B, features)
+        return state.advanced(inner, committed_BM, count_B)
 
-    def _last_features(self, features: Features, index_B: Tensor) -> LastFeatures:
-        rows = torch.arange(len(index_B), device=index_B.device)
+    def read_committed(
+        self, state: Any, tokens_BM: Tensor, count_B: Tensor, features: Features
+    ) -> State:
+        """State after further true tokens.
+
+        Args:
+            state: before them; None at the start.
+            tokens_BM: the token after each position of `features`, which may go on behind them.
+            count_B: how many of the M each batch row has.
+        """
+        rows = torch.arange(len(count_B), device=count_B.device)
         # Taps may be there for others alone.
-        taps = features["taps"][rows, index_B] if self.taps else None
-        return LastFeatures(features["hidden"][rows, index_B], taps)
+        taps = features["taps"][rows, count_B - 1] if self.taps else None
+        return LastFeatures(features["hidden"][rows, count_B - 1], taps)
 
     def step(
         self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
@@ -232,8 +245,16 @@ class Head(nn.Module):
         """
         raise TypeError(f"head kind {self.kind!r} does not define step")
 
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """Logits [.., D] over the draft vocabulary at slot `depth` (from 1)."""
+    def draft_logits(self, hidden: Tensor, paths: Tensor) -> Tensor:
+        """Logits [.., D] over the draft vocabulary of states [.., D] at slot k, behind the tokens
+        `paths` [.., k] from the root on."""
+        if self.prior is None:
+            return self._lm_head(hidden, paths.shape[-1])
+        return self._lm_head(hidden, paths.shape[-1]) + self.prior(paths[..., -1])
+
+    def _lm_head(self, hidden: Tensor, depth: int) -> Tensor:
+        if self.low_rank is not None:
+            return self.low_rank(hidden)
         weights = self.output_weights()
         if weights is not None:
             return nn.functional.linear(hidden, weights[depth - 1])
@@ -242,9 +263,11 @@ class Head(nn.Module):
         return self._project(hidden)
 
     def propose(
-        self, state: State, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
+        self, state: Any, root_B: Tensor, plan: Plan, sampling: Sampling, noise: Noise
     ) -> Draft:
         """A chain or a tree, each token chosen or drawn from the law of its own prefix."""
+        if isinstance(state, Widened):
+            return grow(state, state.inner, root_B, plan, sampling, noise)
         return grow(self, state, root_B, plan, sampling, noise)
 
 

@@ -66,8 +66,7 @@ class Eagle(SequenceHead):
     ) -> None:
         super().__init__(config, spec, draft_ids)
         if config.lm_head == "own":
-            rows = spec.vocab_size if draft_ids is None else len(draft_ids)
-            self.lm_head = nn.Parameter(torch.zeros(rows, spec.hidden_size))
+            self.lm_head = nn.Parameter(torch.zeros(self.draft_size, spec.hidden_size))
 
     def make_cell(self) -> Cell:
         """See `SequenceHead.make_cell`."""

@@ -1,6 +1,6 @@
 """Sums of an objective over loss rows, in chunks, so that no tensor of all rows' logits exists.
 
-Shape suffixes: B rows, T tokens, M loss rows, W hidden width, D draft vocabulary, S
+Shape suffixes: B rows, T tokens, M loss rows, W hidden width, R own features, D draft vocabulary, S
 statistics of a row, K depths.
 """
 
@@ -42,7 +42,7 @@ class _Rows:
         """Of each row of a chunk: its loss and, for `acceptance`, min(1, q(x)/p(x)) and alpha.
 
         Args:
-            inputs: states [M, W] of these rows, and the own lm_head [D, W] of each depth if any.
+            inputs: states [M, W] of these rows, and the own weights [D, r] of each depth if any.
         Returns:
             [S, M].
         """
@@ -57,12 +57,14 @@ class _Rows:
     def _logits(self, rows_M: Tensor, states_MW: Tensor, *weights: Tensor) -> Tensor:
         if not weights:
             return self.target.project(states_MW)
-        # Each depth through its own lm_head, and back into the order of the rows.
+        shared_MW, own_MR = states_MW.tensor_split([states_MW.shape[1] - weights[0].shape[1]], 1)
+        # Each depth through its own weights, and back into the order of the rows.
         depth_M = self.depth_M[rows_M]
         order_M = depth_M.argsort(stable=True)
-        parts = states_MW[order_M].split(depth_M.bincount(minlength=len(weights)).tolist())
+        parts = own_MR[order_M].split(depth_M.bincount(minlength=len(weights)).tolist())
         logits = [functional.linear(s, w) for s, w in zip(parts, weights, strict=True)]
-        return torch.cat(logits)[order_M.argsort()]
+        logits_MD = torch.cat(logits)[order_M.argsort()]
+        return self.target.project(shared_MW) + logits_MD if shared_MW.shape[1] else logits_MD
 
 
 def _visit(
@@ -71,7 +73,7 @@ def _visit(
     """`statistics` of all rows, a chunk at a time.
 
     Args:
-        inputs: states [M, W], and the own lm_head of each depth if any.
+        inputs: states [M, W], and the own weights of each depth if any.
         grad_SM: of some sum by each statistic; None where no gradients are wanted.
     Returns:
         [S, M], and the gradients of that sum by `inputs`, taken while a chunk's logits exist.
@@ -149,13 +151,16 @@ def distil(
     """Sums of `objective` over loss rows, and how often drafts are right.
 
     Args:
-        states: for each depth k, draft states [M_k, W].
+        states: for each depth k, draft states [M_k, W]: what `project` reads, then what the depth's
+            own weights read.
         rows: for each depth k, flat positions t [M_k]; the teacher of row t is hidden[t + k] and
             its label ids[t + 1 + k].
         hidden: target states, flat over batch and time.
         ids: tokens, flat likewise.
         project: states to draft-vocabulary logits with the target's frozen lm_head.
-        weights: own lm_head of each depth [D, W]; None: `project` serves the head too.
+        weights: own weights of each depth [D, r] for the last r features of its states, whose
+            product is added to what `project` makes of the features before them (nothing where
+            there are none); None: `project` reads all.
         draft_ids: sorted ids of the draft vocabulary; None for all.
         project_all: states to logits over all ids; beside `draft_ids`, without it no acceptance
             is known.

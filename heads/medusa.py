@@ -52,8 +52,9 @@ class Medusa(Head):
             self.tap_in = nn.Linear(len(self.taps) * width, width, bias=False)
             nn.init.zeros_(self.tap_in.weight)
         if config.lm_head == "own":
-            rows = spec.vocab_size if draft_ids is None else len(draft_ids)
-            self.lm_heads = nn.ParameterList(torch.zeros(rows, width) for _ in range(config.depth))
+            self.lm_heads = nn.ParameterList(
+                torch.zeros(self.draft_size, width) for _ in range(config.depth)
+            )
 
     def init_from_target(self, weights: TargetWeights) -> None:
         """Copies the target's lm_head rows of the draft vocabulary into own lm_heads."""

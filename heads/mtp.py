@@ -150,6 +150,7 @@ class MTP(SequenceHead):
         """See `SequenceHead.read_committed`."""
         if self.config.modules == "shared":
             return super().read_committed(state, tokens_BM, count_B, features)
+        features = {name: value[:, : tokens_BM.shape[1]] for name, value in features.items()}
         length_B = torch.zeros_like(count_B) if state is None else state.length_B
         place_BM = length_B[:, None] + torch.arange(tokens_BM.shape[1], device=count_B.device)
         caches: list[KVBuffer] = []

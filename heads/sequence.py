@@ -181,29 +181,12 @@ class SequenceHead(Head):
 
     # -- decoding --------------------------------------------------------------------------------
 
-    def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> Memory:
-        """See `Drafter.start`: step 1 at every row, from true states and tokens."""
-        width = ids_BT.shape[1] - 1
-        features = {name: value[:, :width] for name, value in features.items()}
-        return self.read_committed(None, ids_BT[:, 1:], length_B, features)
-
-    def advance(
-        self, state: Any, committed_BM: Tensor, count_B: Tensor, features: Features
-    ) -> Memory:
-        """See `Drafter.advance`: nothing built from drafted states is kept."""
-        width = committed_BM.shape[1]
-        features = {name: value[:, :width] for name, value in features.items()}
-        return self.read_committed(state, committed_BM, count_B, features)
-
     def read_committed(
         self, state: Memory | None, tokens_BM: Tensor, count_B: Tensor, features: Features
     ) -> Memory:
-        """Memory after further rows, each with its features and the token after it.
-
-        Args:
-            state: before them; None at the start.
-            count_B: how many of the M each batch row has.
-        """
+        """See `Head.read_committed`: step 1 at every row, from true states and tokens; nothing
+        built from drafted states is kept."""
+        features = {name: value[:, : tokens_BM.shape[1]] for name, value in features.items()}
         cell, length_B = self.cells[0], torch.zeros_like(count_B)
         if state is not None:
             length_B = state.length_B

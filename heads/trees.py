@@ -50,7 +50,7 @@ class Grower(Protocol):
     ) -> Tensor:
         """See `Head.step`."""
 
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+    def draft_logits(self, hidden: Tensor, paths: Tensor) -> Tensor:
         """See `Head.draft_logits`."""
 
 
@@ -98,10 +98,10 @@ class _Growth:
 
     def best_first(self, depth: int, nodes: int, children: int) -> Draft:
         """The `nodes` nodes of the highest path probability; a chain where `children` is 1."""
-        for level in range(1, depth + 1):
+        for _ in range(depth):
             if not self.width:
                 break
-            scores_BWV, ids = self._expand(level)
+            scores_BWV, ids = self._expand()
             children = min(children, nodes, scores_BWV.shape[-1])
             token_BWC, path_BWC = self._likeliest(scores_BWV, children)
             path_BC = path_BWC.flatten(1)
@@ -126,8 +126,8 @@ class _Growth:
     def fixed(self, tree: Tree, noise: Noise) -> Draft:
         """The nodes of `tree`: the likeliest tokens, or drawn ones."""
         laws: list[Tensor] = []
-        for level, nodes in enumerate(tree_levels(tree), start=1):
-            scores_BWV, ids = self._expand(level)
+        for nodes in tree_levels(tree):
+            scores_BWV, ids = self._expand()
             place_W = torch.tensor([place for place, _ in nodes], device=scores_BWV.device)
             if self.sampling.greedy:
                 most = max(rank for _, rank in nodes) + 1
@@ -147,14 +147,14 @@ class _Growth:
             len(tree), worth_BL.masked_fill(score_BL == -torch.inf, -torch.inf), laws
         )
 
-    def _expand(self, level: int) -> tuple[Tensor, Tensor | None]:
+    def _expand(self) -> tuple[Tensor, Tensor | None]:
         """Scores [B, W, V] of the tokens after the last level's nodes, of which no law can be made
         where the head gave NaN or inf; and the target ids that the V columns stand for, all when
         None."""
         head, sampling = self.head, self.sampling
         paths_BWk = self.paths_BWk[:, : self.width]
         hidden_BWD = head.step(self.state, paths_BWk, self.place_BW[:, : self.width], self.memo)
-        logits_BWV = head.draft_logits(hidden_BWD, level)
+        logits_BWV = head.draft_logits(hidden_BWD, paths_BWk)
         if sampling.raw_greedy:
             return logits_BWV, head.draft_ids
         lawless_BW1 = ~logits_BWV.amax(-1, keepdim=True).isfinite()  # so is that of NaN and inf
@@ -185,7 +185,8 @@ class _Growth:
         above_BWk = self.paths_BWk.gather(
             1, place_BW[..., None].expand(-1, -1, self.paths_BWk.shape[-1])
         )
-        token_BW = token_BW if ids is None else ids[token_BW]
+        if ids is not None:
+            token_BW = ids[token_BW] if ids.ndim == 1 else ids.gather(1, token_BW)
         self.ids.append(token_BW)
         self.parent.append(place_BW + self.start)
         self.score.append(score.to(self.score[0].dtype))
@@ -243,8 +244,11 @@ def _draw(
 
 
 def scatter_logits(logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Draft logits [.., D] over target ids [.., V], -inf outside the draft vocabulary."""
+    """Draft logits [.., D] over target ids [.., V], -inf outside the draft vocabulary, which may be
+    one [B, D] a row of logits [B, W, D]; there an id may stand twice, at -inf the second time."""
     if draft_ids is None:
         return logits
     full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    return full.index_copy_(-1, draft_ids, logits)
+    if draft_ids.ndim == 1:
+        return full.index_copy_(-1, draft_ids, logits)
+    return full.scatter_reduce_(-1, draft_ids[:, None].expand_as(logits), logits, "amax")

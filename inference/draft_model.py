@@ -102,7 +102,7 @@ class DraftModel:
         last_B = torch.tensor(counts, device=self.model.device) - 1
         return features["hidden"][torch.arange(len(rows)), last_B][:, None]
 
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+    def draft_logits(self, hidden: Tensor, paths: Tensor) -> Tensor:
         """Logits over the target's ids; ids that only the target has are never proposed."""
         logits, size = self.model.logits(hidden), self.spec.vocab_size
         extra = size - logits.shape[-1]

@@ -33,6 +33,8 @@ class Projection:
 
     def __call__(self, rows: Tensor | None, drafting: bool) -> Project:
         """See `TargetSpec.projector`."""
+        if rows is not None and rows.ndim == 2:  # of the texts at hand, so not worth keeping
+            return self._make_gathered(rows)
         return self._kept(rows, rounded.product if drafting else _dense)
 
     def serving(self, hidden: Tensor) -> Tensor:
@@ -68,9 +70,25 @@ class Projection:
         product = make(self.weight_rows(rows), bias if bias is None or rows is None else bias[rows])
         return lambda hidden: scale_logits(self.config, product(hidden))
 
+    def _make_gathered(self, rows_BE: Tensor) -> Project:
+        if not isinstance(self.lm_head, nn.Linear):
+            whole: Project = self._make(None, _dense)
+            return lambda hidden: whole(hidden).gather(-1, _beside(rows_BE, hidden))
+        weight_BDE, bias = self.weight_rows(rows_BE).mT, self.lm_head.bias
+        if bias is None:
+            return lambda hidden: scale_logits(self.config, hidden @ weight_BDE)
+        return lambda hidden: scale_logits(
+            self.config, hidden @ weight_BDE + bias[rows_BE][:, None]
+        )
+
 
 def _dense(weight: Tensor, bias: Tensor | None) -> Project:
     return lambda hidden: nn.functional.linear(hidden, weight, bias)
+
+
+def _beside(rows_BE: Tensor, hidden_BWD: Tensor) -> Tensor:
+    """[B, W, E] `rows_BE` for each of the W states."""
+    return rows_BE[:, None].expand(-1, hidden_BWD.shape[1], -1)
 
 
 def scale_logits(config: Any, logits: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ def spoiled_head(kind: str, spec: TargetSpec, value: float) -> Head:
     """A head whose logits are one value everywhere: NaN, infinity or a constant."""
     head = make_head(kind, spec)
 
-    def logits(hidden: Tensor, depth: int) -> Tensor:
+    def logits(hidden: Tensor, paths: Tensor) -> Tensor:
         return hidden.new_full((*hidden.shape[:-1], spec.vocab_size), value)
 
     head.draft_logits = logits  # type: ignore[method-assign]

@@ -141,6 +141,6 @@ def drafted_laws(head: Head, target: TargetModel, laws_VVV: Tensor, time: int = 
     for slot in range(1, DEPTH + 1):
         path = torch.stack(tokens[:slot], -1)[:, None]
         hidden = head.step(memory, path, torch.zeros_like(path[..., 0]), memo)
-        law = head.draft_logits(hidden[:, 0], slot).softmax(-1).reshape(*axes, TOKENS)
+        law = head.draft_logits(hidden[:, 0], path[:, 0]).softmax(-1).reshape(*axes, TOKENS)
         laws.append(law[(..., *[0] * (DEPTH - slot), slice(None))])
     return laws

@@ -62,7 +62,7 @@ class TableTarget:
             max_positions=64,
             embed=lambda ids: embedding[ids],
             projector=lambda rows, drafting: (
-                lambda h: h @ (self._head if rows is None else self._head[rows]).T
+                lambda h: h @ (self._head if rows is None else self._head[rows]).mT
             ),
             identity={},
             device=self.device,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from torch import Tensor
 
 from ..heads import HEADS, Head, InputError
 from ..heads.checkpoint import DESCRIPTION, check_target, read_description
+from ..heads.losses import draft_index
 from ..heads.vocab import coverage, draft_size, most_frequent
 from ..inference.embeddings import TargetEnds
 from ..inference.target import TargetModel
@@ -19,8 +23,11 @@ from .checkpoint import Checkpoint
 from .config import OptimConfig, TrainConfig
 from .data import Documents, token_counts
 from .engine import Engine, uses_deepspeed
+from .features import FeatureSource
 from .packing import Document
 from .tracking import say
+
+START_ROWS = 64  # documents whose states say where an lm_head of low rank has to be right
 
 
 def use_all_cores() -> None:
@@ -164,6 +171,33 @@ def build_head(config: TrainConfig, target: TargetModel, documents: list[Documen
     head.init_from_target(target.weights)
     say(f"head: {head.kind}, {sum(p.numel() for p in head.parameters()):,} parameters")
     return head
+
+
+def start_from_data(
+    head: Head, target: TargetModel, documents: list[Document], features: FeatureSource
+) -> None:
+    """Starts a new head's prior from the data's bigrams, and an lm_head of low rank from the
+    target's and its states."""
+    if head.prior is not None:
+        head.prior.init_from(*bigrams(documents, head.draft_ids))
+    if head.low_rank is not None:
+        hidden = [features.get([d])["hidden"].flatten(0, 1) for d in documents[:START_ROWS]]
+        head.low_rank.init_from(target.weights.lm_head(head.draft_ids), torch.cat(hidden))
+
+
+def bigrams(documents: list[Document], draft_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[P, 2] the distinct pairs of an id and the index in `draft_ids` of a loss token after it, and
+    [P] how often each is met."""
+    counts = Counter(
+        pair
+        for d in documents
+        for pair, learned in zip(pairwise(d.ids), d.loss_mask[1:], strict=True)
+        if learned
+    )
+    pairs_P2 = torch.tensor(list(counts), dtype=torch.int64).view(-1, 2)
+    pairs_P2[:, 1] = draft_index(pairs_P2[:, 1].contiguous(), draft_ids)
+    known_P = pairs_P2[:, 1] >= 0
+    return pairs_P2[known_P], torch.tensor(list(counts.values()), dtype=torch.int64)[known_P]
 
 
 def accumulation(config: TrainConfig, processes: int, found: Checkpoint | None) -> int:

@@ -101,11 +101,13 @@ class Trainer:
         self.target = target
         self.step, self.output = 0 if found is None else found.step, Path(config.output_dir)
         self.module = setup.build_head(config, target, documents.train)
-        if found is not None:
+        self.features = open_features(config, target, documents, self.module.taps)
+        if found is None:
+            setup.start_from_data(self.module, target, documents.train, self.features)
+        else:
             self.module.load_state_dict(found.weights())
         optimizer = setup.build_optimizer(self.module, config.optim)
         self.engine = make_engine(accelerator, self.module, optimizer, config.optim.clip)
-        self.features = open_features(config, target, documents, self.module.taps)
         self.batches = Batches(
             documents.train,
             config.seed,

@@ -21,9 +21,18 @@ from selfdraft.inference.settings import Settings
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 
-COMMON: list[dict[str, Any]] = [{}, {"taps": [0, 1, 2], "draft_ids": True}, {"loss": "ce"}]
+COMMON: list[dict[str, Any]] = [
+    {},
+    {"taps": [0, 1, 2], "draft_ids": True},
+    {"loss": "ce"},
+    {"prior": 4, "draft_ids": True},
+    {"low_rank": 8, "prior": 4, "loss": "lk"},
+]
 FIELDS: dict[str, list[dict[str, Any]]] = {
-    "medusa": [{"lm_head": "own"}, {"lm_head": "own", "draft_ids": True, "layers": 2}],
+    "medusa": [
+        {"lm_head": "own"},
+        {"lm_head": "own", "draft_ids": True, "layers": 2},
+    ],
     "hydra": [{"layers": 1, "width": 24, "taps": [7]}],
 }
 CASES = [(kind, fields) for kind in sorted(HEADS) for fields in COMMON + FIELDS.get(kind, [])]
@@ -135,11 +144,12 @@ def test_training_states_are_decoding_states(make: Make) -> None:
         first = torch.zeros(2, 1, dtype=torch.long)
         for k in range(1, DEPTH + 1):
             path = torch.stack([ids[both, read + j] for j in range(k)], -1)[:, None]
-            got = head.draft_logits(head.step(now, path, first, memo), k)
-            torch.testing.assert_close(got[:, 0], head.draft_logits(expected[k - 1], k))
+            got = head.draft_logits(head.step(now, path, first, memo), path)
+            wanted = head.draft_logits(expected[k - 1], path[:, 0])
+            torch.testing.assert_close(got[:, 0], wanted)
             if k == 1:
                 one = head.step(now.select(torch.tensor([1])), path[1:], first[1:], {})
-                torch.testing.assert_close(head.draft_logits(one, 1), got[1:])
+                torch.testing.assert_close(head.draft_logits(one, path[1:]), got[1:])
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -91,7 +91,7 @@ def test_shared_storage_is_saved_and_the_target_is_not(lm_head: str, tmp_path: P
         assert all(w.equal(rows) for w in again.lm_heads)
         assert len({w.data_ptr() for w in again.lm_heads}) == 3
     else:  # it draws on the target's own storage
-        before = again.draft_logits(torch.ones(1, 64), 1)
+        before = again.draft_logits(torch.ones(1, 64), torch.ones(1, 1).long())
         assert again.spec.projector is target.spec.projector
         assert before.shape == (1, 320)
     assert not {p.data_ptr() for p in again.parameters()} & {

@@ -58,7 +58,7 @@ def law_after(head: Head, state: Any, row: int, path: tuple[int, ...]) -> torch.
     for k in range(len(path) + 1):
         tokens = torch.tensor([[[int(ROOT[row]), *path[:k]]]])
         hidden = head.step(one, tokens, torch.zeros(1, 1, dtype=torch.long), memo)
-    logits = head.draft_logits(hidden, len(path) + 1)[0, 0]
+    logits = head.draft_logits(hidden, tokens)[0, 0]
     full = torch.full((head.spec.vocab_size,), -math.inf)
     full[slice(None) if head.draft_ids is None else head.draft_ids] = logits
     return full

@@ -32,8 +32,15 @@ def table(vocab: int, seed: int) -> TableTarget:
     return TableTarget(vocab, seed, zeros=0.4 if seed % 2 else 0.0)
 
 
-def head(target: TableTarget, kind: str, seed: int, depth: int = 2) -> Any:
-    return make_head(kind, target.spec, depth=depth, scale=0.5, seed=seed)
+def head(target: TableTarget, kind: str, seed: int, depth: int = 2, **fields: Any) -> Any:
+    return make_head(kind, target.spec, depth=depth, scale=0.5, seed=seed, **fields)
+
+
+def widened(target: TableTarget, kind: str, seed: int, **fields: Any) -> Any:
+    """A head that drafts one id, and those of each row's own text."""
+    made = head(target, kind, seed, draft_ids=[0], **fields)
+    made.widen = True
+    return made
 
 
 def points(target: TableTarget, seed: int) -> Drafter:
@@ -58,6 +65,14 @@ CASES: dict[str, tuple[Callable[[TableTarget, int], Drafter], Plan, dict[str, An
     "points": (points, Plan(2), {}),
     "points-penalty": (points, Plan(2), {"repetition_penalty": 2.0, "top_k": 3}),
     "ngram": (lambda t, s: NGram(branches=2), Plan(3, nodes=4), {}),
+    "widened-tree": (lambda t, s: widened(t, "hydra", s), Plan(2, tree=TREE), {}),
+    "widened-merged-top-k": (
+        lambda t, s: Merged([points(t, s), widened(t, "medusa", s, prior=2)]),
+        Plan(2),
+        {"top_k": 2},
+    ),
+    "prior-tree": (lambda t, s: head(t, "medusa", s, prior=2), Plan(2, tree=TREE), {}),
+    "low-rank-tree": (lambda t, s: head(t, "hydra", s, low_rank=2), Plan(2, tree=TREE), {}),
     "merged-chain": (merged, Plan(2), {}),
     "merged-tree": (merged, Plan(1, tree=((0,), (1,))), {"top_p": 0.9}),
     "merged-ngram": (
@@ -69,6 +84,15 @@ CASES: dict[str, tuple[Callable[[TableTarget, int], Drafter], Plan, dict[str, An
 EVERY_KIND = {
     f"drawn-tree-{kind}": (lambda t, s, kind=kind: head(t, kind, s), Plan(2, tree=TREE), {})
     for kind in sorted(HEADS)
+}
+EVERY_KIND |= {
+    f"{name}-{kind}": (lambda t, s, kind=kind, make=make: make(t, kind, s), Plan(2), {})
+    for kind in sorted(HEADS)
+    for name, make in {
+        "widened": widened,
+        "prior": lambda t, k, s: head(t, k, s, prior=2),
+        "low-rank": lambda t, k, s: head(t, k, s, low_rank=2, prior=1, draft_ids=[0, 2]),
+    }.items()
 }
 
 
@@ -111,7 +135,7 @@ def test_eos_falls_inside_the_block() -> None:
     assert sum(inside) > 4
 
 
-@pytest.mark.parametrize("case", ["drawn-tree", "merged-chain"])
+@pytest.mark.parametrize("case", ["drawn-tree", "merged-chain", "widened-tree"])
 def test_joint_law_of_a_batch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, case, 2, [[1], [2, 1]], tokens=2) < TOLERANCE
 
