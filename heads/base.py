@@ -87,6 +87,7 @@ class Head(nn.Module):
     Config: ClassVar[type[HeadConfig]]
     draft_ids: Tensor | None
     trained_length: int | None = None  # tokens of the longest row learned from, where known
+    sharpness: list[float] | None = None  # by depth, see `calibration`; None before it is measured
     trees: bool = True  # False for a head that can only draft chains
     widen: bool = False  # draft over the ids of each row's own text too, where the head can
 
@@ -161,7 +162,8 @@ class Head(nn.Module):
         Returns:
             loss [depth] (differentiable), top1 [depth] (argmax equals the text), prefix [depth]
             (the first k argmaxes all equal the text, the numerator of greedy tau's term k) and, in
-            evaluation, accepted [depth] (the same of tau at temperature 1).
+            evaluation, accepted [depth] (the same of tau at temperature 1) and chance [S, depth]
+            (see `calibration.top_chances`).
         """
         rows = loss_rows(batch, self.config.depth)
         states, ids = self.unroll(batch, features, rows), batch["ids"].flatten()

@@ -121,6 +121,7 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     _check_tensors(head, tensors, folder)
     head.load_state_dict(tensors)
     head.trained_length = description.get("trained_length")
+    head.sharpness = description.get("sharpness")
     return head.requires_grad_(False).eval().to(spec.device, spec.dtype)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import objectives
+from .calibration import FACTORS, top_chances
 from .objectives import Laws, Objective, Project, TargetLaws, wide
 
 
@@ -23,6 +24,7 @@ class _Rows:
 
     Attributes:
         hit_M: filled as the rows are visited: is the draft's argmax the token of the text?
+        learning: gradients are wanted, in this visit or a later one.
     """
 
     objective: Objective
@@ -31,6 +33,7 @@ class _Rows:
     label_M: Tensor
     hit_M: Tensor
     target: TargetLaws
+    learning: bool
 
     def chunks(self, elements: int) -> tuple[Tensor, ...]:
         """Rows [m] that are computed together, their logits at most `elements`.  Those of unlike
@@ -39,7 +42,8 @@ class _Rows:
         return self.teacher_M.argsort(stable=True).split(max(1, elements // width))
 
     def statistics(self, acceptance: bool, rows_M: Tensor, *inputs: Tensor) -> Tensor:
-        """Of each row of a chunk: its loss and, for `acceptance`, min(1, q(x)/p(x)) and alpha.
+        """Of each row of a chunk: its loss; for `acceptance` min(1, q(x)/p(x)) and alpha; and its
+        `top_chances` where nothing is learned.
 
         Args:
             inputs: states [M, W] of these rows, and the own weights [D, r] of each depth if any.
@@ -52,6 +56,8 @@ class _Rows:
         parts = [self.objective.rows(laws)]
         if acceptance:
             parts += [laws.log_ratio_M.exp(), laws.log_acceptance_M.exp()]
+        if not self.learning:
+            parts += top_chances(logits_MD)
         return torch.stack(parts)
 
     def _logits(self, rows_M: Tensor, states_MW: Tensor, *weights: Tensor) -> Tensor:
@@ -166,7 +172,8 @@ def distil(
             is known.
     Returns:
         loss, top1 and prefix, each [K]: see `Head.forward`; without gradients, or where the
-        objective needs it, also accepted [K]: sum over rows of P(drafts 1..k are all accepted).
+        objective needs it, also accepted [K]: sum over rows of P(drafts 1..k are all accepted);
+        without gradients also chance [S, K], the sums of `calibration.top_chances`.
     """
     depth_M = torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)])
     teacher_M = torch.cat([r + k for k, r in enumerate(rows, start=1)])
@@ -174,19 +181,20 @@ def distil(
     hit_M = torch.zeros_like(label_M, dtype=torch.bool)
     whole = None if draft_ids is None else project_all or _no_project_all
     target = TargetLaws(hidden, teacher_M.unique(), project, whole)
-    all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, target)
-    inputs, found = [torch.cat(states), *(weights or [])], {}
     coupled, learning = objective.accepted > 0, torch.is_grad_enabled()
+    all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, target, learning)
+    inputs, found = [torch.cat(states), *(weights or [])], {}
     if learning and not coupled:
         found["loss"] = _LossSums.apply(all_rows, len(rows), *inputs)
     else:
         acceptance = coupled or whole is not _no_project_all
         if learning:
-            loss_M, *two = _Statistics.apply(all_rows, *inputs)
+            loss_M, *more = _Statistics.apply(all_rows, *inputs)
         else:
-            loss_M, *two = _visit(all_rows, acceptance, inputs)[0]
-        if two:
-            ratio_M, alpha_M = two
+            loss_M, *more = _visit(all_rows, acceptance, inputs)[0]
+            found["chance"] = torch.stack([_by_depth(part, rows) for part in more[-FACTORS:]])
+        if acceptance:
+            ratio_M, alpha_M, *_ = more
             accepted_M = _accepted(ratio_M, alpha_M, rows, len(ids))
             found["accepted"] = _by_depth(accepted_M.detach(), rows)
             loss_M = loss_M + objective.accepted * (1 - accepted_M)

@@ -40,6 +40,7 @@ class Grower(Protocol):
     max_depth: int
     trees: bool
     draft_ids: Tensor | None
+    sharpness: list[float] | None
 
     @property
     def spec(self) -> Vocabulary:
@@ -172,6 +173,8 @@ class _Growth:
     def _likeliest(self, scores_BWV: Tensor, children: int) -> tuple[Tensor, Tensor]:
         """[B, W, C] the likeliest columns after each node, and the path scores."""
         scores_BWV = scores_BWV.to(torch.promote_types(torch.float32, scores_BWV.dtype))
+        if self.head.sharpness is not None:  # what is promised decides which nodes are kept
+            scores_BWV = scores_BWV * self.head.sharpness[len(self.ids) - 1]
         law_BWV = scores_BWV.log_softmax(-1)  # all NaN where there is none
         best_BWC, index_BWC = law_BWV.topk(min(children, scores_BWV.shape[-1]), -1)
         path_BWC = self._above()[..., None] + best_BWC.nan_to_num(nan=-torch.inf)

@@ -92,6 +92,11 @@ class Widened:
         """See `Head`."""
         return self.head.trees
 
+    @property
+    def sharpness(self) -> list[float] | None:
+        """See `Head`."""
+        return self.head.sharpness
+
     def step(
         self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
     ) -> Tensor:

@@ -53,6 +53,7 @@ class DraftModel:
     taps: list[int] = []  # noqa: RUF012
     trees: bool = False
     draft_ids: Tensor | None = None
+    sharpness: list[float] | None = None
 
     def __init__(self, model: TargetModel, target: TargetModel, max_depth: int = 4) -> None:
         check_same_vocabulary(model, target)

@@ -6,6 +6,7 @@ Shape suffixes: K depths.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..heads import Head
+from ..heads.calibration import FACTORS, sharpness
 from .data import Documents
 from .features import FeatureSource
 from .packing import Document
 
 METRICS = ("loss", "top1", "prefix")
-EVALUATED = (*METRICS, "accepted")
+EVALUATED = (*METRICS, "accepted", "chance")
 """What `Head.forward` gives: always, and in evaluation."""
 TAUS = ("tau", "tau_by_depth", "tau_t1", "tau_t1_by_depth")
 
@@ -31,13 +33,13 @@ class Tally:
     """
 
     def __init__(self, depth: int, device: torch.device, names: tuple[str, ...] = METRICS) -> None:
-        self.names = names
-        self.sums = torch.zeros(len(names) + 1, depth, dtype=torch.float64, device=device)
+        self.names, self.rows = names, [FACTORS if name == "chance" else 1 for name in names]
+        self.sums = torch.zeros(sum(self.rows) + 1, depth, dtype=torch.float64, device=device)
 
     def add(self, out: dict[str, Tensor], counts_K: Tensor) -> None:
         """Adds what `Head.forward` and `Head.counts` gave for a batch."""
         parts = [*(out[name].detach() for name in self.names), counts_K]
-        self.sums += torch.stack([part.to(self.sums.dtype) for part in parts])
+        self.sums += torch.cat([part.to(self.sums.dtype).view(-1, len(counts_K)) for part in parts])
 
     def reduce(self, accelerator: Accelerator) -> None:
         """Adds up over processes; all of them must call it."""
@@ -56,21 +58,25 @@ class Tally:
             tau = 1 + sum_k P(the first k drafted tokens are all right), tau_by_depth (these
             probabilities), top1 and loss_k by depth, and the weighted loss; where `accepted` was
             added up, also tau_t1 and tau_t1_by_depth, the same for drafts that are drawn and
-            accepted at temperature 1 (see `losses._accepted`).
+            accepted at temperature 1 (see `losses._accepted`), and the head's `sharpness`.
         """
         *sums, counts = self.sums.cpu().tolist()
-        by_name = {
-            name: [s / n if n else None for s, n in zip(row, counts, strict=True)]
-            for name, row in zip(self.names, sums, strict=True)
-        }
+        means = [[s / n if n else None for s, n in zip(row, counts, strict=True)] for row in sums]
+        ends = list(accumulate(self.rows))
+        by_name = {name: means[end - 1] for name, end in zip(self.names, ends, strict=True)}
         weighted = zip(weights_K.tolist(), by_name["loss"], strict=True)
-        means = {
+        found = {
             **_tau("tau", by_name["prefix"]),
             "top1": by_name["top1"],
             "loss": sum(w * x for w, x in weighted if x is not None),
             "loss_k": by_name["loss"],
         }
-        return means | (_tau("tau_t1", by_name["accepted"]) if "accepted" in by_name else {})
+        if "accepted" in by_name:
+            found |= _tau("tau_t1", by_name["accepted"])
+        if "chance" in by_name:
+            chances = means[ends[-1] - FACTORS : ends[-1]]
+            found["sharpness"] = sharpness(chances, by_name["top1"])
+        return found
 
 
 def _tau(name: str, by_depth: list[float | None]) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def measure(
     if documents.drawn not in ([], documents.eval):
         drawn = evaluate(head, documents.drawn, features, batch_size, accelerator)
         found |= {name: drawn[name] for name in TAUS if "t1" in name}
-    return {name: found[name] for name in (*TAUS, "top1", "loss")}
+    return {name: found[name] for name in (*TAUS, "top1", "loss", "sharpness")}
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -232,7 +232,7 @@ class Trainer:
             self.best, self.tau = now, found["tau"]
         weights = self._weights()
         if is_main():
-            notes = {name: found.get(name) for name in TAUS} | {"step": self.step}
+            notes = {name: found.get(name) for name in (*TAUS, "sharpness")} | {"step": self.step}
             length = self.config.data.max_length
             save_head(self.output, self.module, weights, trained_length=length, **notes)
             held_out = self.documents.eval
