@@ -52,7 +52,7 @@ class LowRank(nn.Module):
         root_WW = torch.linalg.cholesky(moments_WW / max(1, len(hidden_MW))).float()
         centred_DW = lm_head_DW.float() - lm_head_DW.float().mean(0)
         weighed_DW = centred_DW @ root_WW
-        basis_WR = torch.svd_lowrank(weighed_DW, min(len(self.down.weight), *weighed_DW.shape))[2]
+        basis_WR = _svd(weighed_DW, len(self.down.weight))[2]
         down_WR = torch.linalg.solve_triangular(root_WW.T, basis_WR, upper=True)
         _fill(self.down.weight.T, down_WR)
         _fill(self.up.weight, weighed_DW @ basis_WR)
@@ -100,15 +100,19 @@ class Prior(nn.Module):
         matrix = torch.sparse_coo_tensor(
             pairs_P2.T, weighed_P, (vocab, ids), is_coalesced=False, check_invariants=True
         ).coalesce()
-        kept = min(rank, vocab, ids)
-        # A few more than are kept, as the randomized method wants.
-        u_VR, s_R, v_DR = torch.svd_lowrank(matrix, min(kept + 8, vocab, ids))
-        before_VR = (u_VR * s_R / weight_V[:, None])[:, :kept]
-        after_DR = (v_DR / weight_D[:, None])[:, :kept]
+        u_VR, s_R, v_DR = _svd(matrix, rank)
+        before_VR, after_DR = u_VR * s_R / weight_V[:, None], v_DR / weight_D[:, None]
         # Entries of one size on both sides, so that they learn at one rate.
         balance = (after_DR.square().mean() / before_VR.square().mean()).sqrt().sqrt()
         _fill(self.before.weight, before_VR * balance)
         _fill(self.after.weight, after_DR / balance)
+
+
+def _svd(matrix: Tensor, rank: int) -> list[Tensor]:
+    """The leading `rank` singular vectors and values, fewer where the matrix has fewer, by the
+    randomized method, which wants some more than are kept."""
+    found = torch.svd_lowrank(matrix, min(rank + 8, *matrix.shape))
+    return [part[..., :rank] for part in found]
 
 
 def _fill(weight: Tensor, value: Tensor) -> None:

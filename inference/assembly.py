@@ -101,14 +101,16 @@ def build_drafter(
     folder: Path | None,
     *,
     allow_other_target: bool = False,
+    widen: bool = False,
 ) -> Drafter:
     """The drafter that is asked for: by default heads and n-grams in one tree where there are
     heads, else none.
 
     Args:
         asked: one of `DRAFTERS`, a draft model or its name, or any `Drafter`.
+        widen: let the head draft over the ids of each row's own text too.
     Raises:
-        InputError: an unknown name, or heads without a folder.
+        InputError: an unknown name, heads without a folder, or nothing to widen.
     """
     if asked is None:
         asked = "none" if folder is None else "heads+ngram"
@@ -124,6 +126,12 @@ def build_drafter(
     if folder is None or asked not in DRAFTERS:
         return DraftModel(TargetModel.load(asked, device=str(target.device)), target)
     head = load_head(folder, target.spec, allow_other_target=allow_other_target)
+    if widen and not head.can_widen:
+        raise InputError(
+            f"widen is asked for, and {folder} drafts over all ids or has an lm_head of its own",
+            "Leave widen out, or train with a draft_vocab and the target's lm_head.",
+        )
+    head.widen = widen
     if target.packed:
         packed.pack_linears(head, rounded.product)
     return head if asked == "heads" else Merged([NGram(), head])

@@ -73,6 +73,7 @@ class Speculator:
         tokenizer: Any = None,
         plan: Plan | int | None = None,
         allow_other_target: bool = False,
+        widen: bool = False,
         **named: Any,
     ) -> Speculator:
         """Loads trained heads with the target that they name.
@@ -87,6 +88,8 @@ class Speculator:
             plan: draft length, or a Plan; None for a tree of the nodes that are likely enough to
                 pay (`assembly.default_plan`).
             allow_other_target: accept heads trained for other weights of the same sizes.
+            widen: draft over the ids of each row's own prompt and output beside the draft
+                vocabulary.
             named: gguf_file=, dtype=, device=, adapter=, revision= of the target.
         Raises:
             InputError: names, files or arguments that do not fit.
@@ -96,7 +99,8 @@ class Speculator:
         check_drafter(drafter, heads)
         folder = None if heads is None else local_folder(str(heads))
         model = build_target(target, folder, tokenizer, named)
-        drafts = build_drafter(drafter, model, folder, allow_other_target=allow_other_target)
+        options = {"allow_other_target": allow_other_target, "widen": widen}
+        drafts = build_drafter(drafter, model, folder, **options)
         return cls(model, drafts, default_plan(drafts) if plan is None else plan)
 
     def generate(

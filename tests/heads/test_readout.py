@@ -160,7 +160,7 @@ def test_a_low_rank_lm_head_starts_at_the_best_approximation(rank: int) -> None:
     left = torch.linalg.svdvals(wanted.double())[rank:].square().sum()
     error = (head(hidden) - wanted).double().square().sum()
     scale = wanted.double().square().sum()
-    assert left / scale - 1e-6 <= error / scale <= left / scale + 1e-3
+    assert left / scale - 1e-6 <= error / scale <= left / scale + 1e-2
 
 
 def test_fewer_ids_than_the_rank() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fixtures import PROMPTS, batch_of, double, make_head, plain, precise, tiny
+from fixtures import CLOSE, PROMPTS, batch_of, double, make_head, plain, precise, tiny
 from torch import Tensor
 
 from selfdraft.heads import HEADS, Head, Plan
@@ -62,7 +62,7 @@ def test_logits_are_the_targets_for_the_rows_own_ids(kind: str, fields: dict, na
         hidden = now.step(now.inner, path, torch.zeros(len(texts), 1, dtype=torch.long), {})
         logits = now.draft_logits(hidden, path)[:, 0]
         wanted = expected_logits(head, hidden[:, 0], path[:, 0], texts)
-        torch.testing.assert_close(by_id(head, now, logits), wanted)
+        torch.testing.assert_close(by_id(head, now, logits), wanted, **CLOSE[target.dtype])
 
 
 @pytest.mark.parametrize("kind", sorted(HEADS))
