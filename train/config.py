@@ -37,6 +37,8 @@ class TargetConfig(Section):
 
     Attributes:
         model: hub id, local folder or package://NAME.
+        device_map: spreads a model that no single device holds over devices, memory and disk:
+            `auto`, or a device by module name, as transformers takes it.
         random: instead of `model`, a transformers config that is initialised from the run's seed.
     """
 
@@ -46,6 +48,7 @@ class TargetConfig(Section):
     adapter: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    device_map: Literal["auto"] | dict[str, int | str] | None = None
     random: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -34,21 +34,33 @@ def use_all_cores() -> None:
 
 
 def load_target(config: TrainConfig) -> TargetModel:
-    """The target, on this process's own GPU where there are several."""
+    """The target, on this process's own GPU where there are several.
+
+    Raises:
+        InputError: whatever is wrong with it; or one over all devices in each of several processes.
+    """
     use_all_cores()
     fields = config.target.model_dump()
-    local = os.environ.get("LOCAL_RANK")
-    if local is not None and fields["device"] in ("auto", "cuda") and torch.cuda.is_available():
+    local, processes = os.environ.get("LOCAL_RANK"), int(os.environ.get("WORLD_SIZE", 1))
+    ends_alone = config.data.features.cache_only
+    spread = fields["device_map"] is not None and not ends_alone
+    if spread and processes > 1:
+        raise InputError(
+            f"target.device_map in {processes} processes, each of which would load the target",
+            "Run scripts/prepare_data.py with data.features.cache_only=true, and train so too.",
+        )
+    own = local is not None and torch.cuda.is_available() and not spread
+    if own and fields["device"] in ("auto", "cuda"):
         fields["device"] = f"cuda:{local}"
     say(f"target: {fields['model'] or 'random ' + str(fields['random'].get('model_type'))}")
-    if config.data.features.cache_only:
+    if ends_alone:
         return load_ends(config, fields["device"])
     return TargetModel.load(**fields, seed=config.seed)
 
 
 def load_ends(config: TrainConfig, device: str) -> TargetModel:
     """The embedding and lm_head that scripts/prepare_data.py has put beside the feature cache."""
-    named = config.target.model_dump(exclude={"device", "dtype"})
+    named = config.target.model_dump(exclude={"device", "device_map", "dtype"})
     if config.target.dtype != "auto":
         named["dtype"] = config.target.dtype
     if config.target.random is not None:

@@ -78,7 +78,8 @@ def _finished(found: Checkpoint, config: TrainConfig) -> bool:
 
 def _named(config: TrainConfig) -> dict[str, Any]:
     """How the target is named: enough to tell without loading it that it is the same one."""
-    return config.target.model_dump(mode="json", exclude={"device"}) | {"seed": config.seed}
+    how = {"device", "device_map"}
+    return config.target.model_dump(mode="json", exclude=how) | {"seed": config.seed}
 
 
 def best_tau(output_dir: str | Path) -> float | None:
