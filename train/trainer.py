@@ -179,8 +179,9 @@ class Trainer:
         lr = learning_rate(
             self.step, config.schedule.steps, config.schedule.warmup, config.optim.lr
         )
-        micro = self.batches.micro(self.step, self.accelerator.process_index)
-        fine = self.stepper(micro, self.step + 1, lr)
+        rank = self.accelerator.process_index
+        micro, following = (self.batches.micro(s, rank) for s in (self.step, self.step + 1))
+        fine = self.stepper(micro, self.step + 1, lr, following[0])
         rows = self.batches.rows(self.step)
         self.step += 1
         means = self.stepper.tally.means(self.module.loss_weights())

@@ -111,16 +111,21 @@ def test_resuming_at_a_checkpoint(tmp_path, cache):
         assert one.read_bytes() == two.read_bytes()
 
 
-def test_more_steps_go_on_with_the_very_next_batch(tmp_path):
-    """R6: 7 steps saved every 5, then 12; asked again, nothing is done."""
+def test_more_steps_go_on_with_the_very_next_batch(tmp_path, capsys):
+    """R6: 4 steps an epoch, 7 steps saved every 5, then 12; asked again, nothing is done."""
+    write_data(tmp_path / "data.jsonl", rows=12)
     schedule = {"steps": 7, "save_every": 5, "eval_every": 100}
     train(make_config(tmp_path, schedule=schedule))
     assert latest(tmp_path / "run").step == 7
-    train(make_config(tmp_path, schedule={**schedule, "steps": 12}, resume="latest"))
+    more = make_config(tmp_path, schedule={**schedule, "steps": 12}, resume="latest")
+    assert train(more).step == 12
     rows = [line["rows"] for line in metrics(tmp_path / "run") if "rows" in line]
     order = [row for step in rows for row in step]
-    assert len(rows) == 12 and len(order) == 24
-    assert len(set(order[:16])) == 16 and set(order[16:]) <= set(order[:16])
+    epochs = [set(order[start : start + 8]) for start in (0, 8, 16)]
+    assert len(rows) == 12 and all(len(epoch) == 8 for epoch in epochs)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert train(more).step == 12 and "is finished: 12 steps" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_the_global_batch_is_kept(copy, capsys):
