@@ -8,7 +8,6 @@ earlier ones were interrupted.  Features are kept by document, however batches a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
@@ -16,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -31,7 +29,7 @@ from ..inference.target import TargetModel
 from .config import TrainConfig
 from .data import Documents
 from .features import FeatureSource, OnlineFeatures, compute
-from .packing import Document
+from .packing import Document, digest
 from .recording import RecordedStates
 from .rounding import bytes_a_state
 from .sections import FeaturesConfig
@@ -266,10 +264,6 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Everything that the features depend on."""
     identity = target.spec.identity
-    digest = hashlib.sha256()
-    for document in sorted(documents, key=lambda d: d.row):
-        digest.update(np.array([document.row, len(document.ids), *document.ids]).tobytes())
-        digest.update(bytes(document.loss_mask))
     return {
         "format": FORMAT,
         "target": identity["fingerprint"],
@@ -278,7 +272,7 @@ def fingerprint(
         "tokenizer": identity.get("tokenizer"),
         "taps": taps,
         "dtype": dtype,
-        "documents": digest.hexdigest(),
+        "documents": digest(documents),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from .checkpoint import Checkpoint
 from .config import OptimConfig, TrainConfig
 from .data import Documents, token_counts
 from .engine import Engine, uses_deepspeed
-from .packing import Document
-from .tracking import say
+from .packing import Document, digest
+from .tracking import is_main, say
 
 
 def use_all_cores() -> None:
@@ -79,6 +80,24 @@ def check_run_target(found: Checkpoint | None, target: TargetModel, config: Trai
         check_target(read_description(output)["target"], target.spec.identity, output)
     if config.resume == "latest":
         say(f"no whole checkpoint in {output}: starting from step 0")
+
+
+def stream(config: TrainConfig, documents: Documents) -> dict[str, Any]:
+    """What the order of rows in a run depends on."""
+    rows = digest(documents.train)
+    return {"rows": rows, "seed": config.seed, "data.bucket": config.data.bucket}
+
+
+def check_run_stream(found: Checkpoint | None, met: dict[str, Any]) -> None:
+    """Warns where a resumed run would go on in another stream of rows than its own."""
+    trained = met if found is None else found.state.get("stream", met)
+    differing = [name for name in met if met[name] != trained[name]]
+    if found is not None and differing and is_main():
+        warnings.warn(
+            f"{found.folder} was trained with other {', '.join(differing)}: from here on the rows "
+            f"are not those that the unbroken run would have seen",
+            stacklevel=2,
+        )
 
 
 def make_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:

@@ -107,6 +107,8 @@ class Trainer:
             self.module.load_state_dict(found.weights())
         optimizer = setup.build_optimizer(self.module, config.optim)
         self.engine = make_engine(accelerator, self.module, optimizer, config.optim.clip)
+        self.stream = setup.stream(config, documents)
+        setup.check_run_stream(found, self.stream)
         self.features = open_features(config, target, documents, self.module.taps)
         self.batches = Batches(
             documents.train,
@@ -258,6 +260,7 @@ class Trainer:
             state = {
                 "step": self.step,
                 "global_batch": self.batches.size,
+                "stream": self.stream,
                 "tau": self.tau,
                 "tracker_id": self.tracker.run_id,
                 "head": head,

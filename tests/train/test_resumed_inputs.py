@@ -1,4 +1,4 @@
-"""The frozen target is in no checkpoint, and a run goes on with that target alone."""
+"""A run goes on with the target and the rows that it was trained on; the target is kept nowhere."""
 
 import shutil
 
@@ -38,3 +38,22 @@ def test_a_checkpoint_holds_the_head_and_its_moments_alone(tmp_path):
     save_file(whole, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"made for another target .*other weights .fingerprint"):
         train(make_config(tmp_path, **more))
+
+
+def test_a_resume_that_would_see_other_rows_warns(tmp_path, recwarn):
+    """A changed file or order; an unchanged one says nothing."""
+    config = make_config(tmp_path)
+    train(config)
+
+    def again(**data) -> None:
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+        train(make_config(tmp_path, data=data, resume="latest"))
+
+    again()
+    assert not [warning for warning in recwarn if "trained with other" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"step-3 was trained with other data\.bucket: from here"):
+        again(bucket=2)
+    path = tmp_path / "data.jsonl"
+    path.write_text(path.read_text().replace("dog", "cow"))
+    with pytest.warns(UserWarning, match="trained with other rows: from here on"):
+        again()
