@@ -87,7 +87,7 @@ class Speculator:
             plan: draft length, or a Plan; None for a tree of the nodes that are likely enough to
                 pay (`assembly.default_plan`).
             allow_other_target: accept heads trained for other weights of the same sizes.
-            named: gguf_file=, dtype=, device=, adapter=, revision= of the target.
+            named: gguf_file=, dtype=, device=, device_map=, adapter=, revision= of the target.
         Raises:
             InputError: names, files or arguments that do not fit.
         """

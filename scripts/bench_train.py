@@ -210,6 +210,8 @@ def run(options: argparse.Namespace) -> int:
     for kind in kinds:
         if kind not in HEADS:
             raise InputError(f"--kinds {kind!r} is unknown", nearest(kind, HEADS))
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps}", "Time one step or more.")
     if options.mode:
         print(json.dumps(measure(with_kind(config, kinds[0]), options.mode, options.steps)))
         return 0

@@ -105,12 +105,12 @@ def two(runs) -> Runs:
 
 @pytest.fixture(scope="module", params=["zero", "fsdp2"])
 def cut(runs, request) -> tuple[Runs, str]:
-    """DeepSpeed ZeRO-2 or FSDP2 in two CPU processes, going on from step 2 of one process.  (A
-    process holds one such run: DeepSpeed keeps the groups of its first.)"""
+    """DeepSpeed ZeRO-2 or FSDP2 in two CPU processes of 2 micro-steps, going on from step 2 of one
+    process.  (A process holds one such run: DeepSpeed keeps the groups of its first.)"""
     name = request.param
     shutil.copytree(runs.root / "single-whole", runs.root / name)
     shutil.rmtree(runs.root / name / "run" / "checkpoints" / "step-4")
-    schedule = {**SINGLE, "batch_size": 2}
+    schedule = {**SINGLE, "batch_size": 1}
     file = runs.root / f"{name}.json"
     file.write_text(json.dumps([runs.job(name, False, schedule=schedule, resume="latest")]))
     launched = zero2(runs.root) if name == "zero" else {"FSDP2_ON_CPU": "1"}

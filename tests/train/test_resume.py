@@ -113,11 +113,12 @@ def test_resuming_at_a_checkpoint(tmp_path, cache):
 
 def test_more_steps_go_on_with_the_very_next_batch(tmp_path, capsys):
     """R6: 4 steps an epoch, 7 steps saved every 5, then 12; asked again, nothing is done."""
-    write_data(tmp_path / "data.jsonl", rows=12)
-    schedule = {"steps": 7, "save_every": 5, "eval_every": 100}
-    train(make_config(tmp_path, schedule=schedule))
+    write_data(tmp_path / "data.jsonl", rows=10)
+    data, schedule = {"eval_prompts": 2}, {"steps": 7, "save_every": 5, "eval_every": 100}
+    train(make_config(tmp_path, data=data, schedule=schedule))
     assert latest(tmp_path / "run").step == 7
-    more = make_config(tmp_path, schedule={**schedule, "steps": 12}, resume="latest")
+    longer = {**schedule, "steps": 12}
+    more = make_config(tmp_path, data=data, schedule=longer, resume="latest")
     assert train(more).step == 12
     rows = [line["rows"] for line in metrics(tmp_path / "run") if "rows" in line]
     order = [row for step in rows for row in step]
