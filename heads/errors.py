@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable
+
+PATIENCE = 10.0
+"""Seconds in which the first process tells of an error that it meets too."""
 
 
 class InputError(ValueError):
@@ -23,10 +28,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Runs a command: bad input is printed, without a traceback, and gives 2; Ctrl-C gives 130."""
+    """Runs a command: bad input is printed, without a traceback, and gives 2; Ctrl-C gives 130.
+
+    What all processes of a run meet is printed once: the others leave it to the first for a while,
+    at whose end the launcher ends them.
+    """
     try:
         return main()
     except InputError as error:
+        if int(os.environ.get("RANK", "0")):
+            time.sleep(PATIENCE)
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

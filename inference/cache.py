@@ -75,7 +75,7 @@ class SlotCache(Cache):
             buffer[:, :, self._slots] = new
         else:
             rows_B1 = torch.arange(len(buffer), device=new.device)[:, None]
-            buffer[rows_B1, :, self._slots] = new.transpose(1, 2)
+            buffer[rows_B1, :, self._slots.to(new.device)] = new.transpose(1, 2)
         return buffer[:, :, : self.end]
 
     def keep(self, paths: list[list[int]]) -> None:

@@ -28,13 +28,9 @@ REFILL = "Run scripts/prepare_data.py with this config, which loads the whole ta
 
 
 class _Ends(nn.Module):
-    def __init__(self, model: Any) -> None:
+    def __init__(self, config: Any, embedding: Any, lm_head: Any) -> None:
         super().__init__()
-        self.config = model.config
-        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
+        self.config, self.embedding, self.lm_head = config, embedding, lm_head
 
     def tensors(self) -> dict[str, Tensor]:
         """By name; the weight of a tied lm_head is the embedding's and not named again."""
@@ -50,13 +46,13 @@ def save_ends(target: TargetModel, folder: Path) -> None:
     weights = target.weights
     weights.lm_head(None)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _Ends(target.model).tensors()
+    model: Any = target.model
+    tensors = _Ends(model.config, target.embedding, target.lm_head).tensors()
     tensors |= {START + name: tensor for name, tensor in weights.last_layer.items()}
     if weights.norm_scale is not None:
         tensors[START + NORM] = weights.norm_scale
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     replace_file(folder / WEIGHTS, lambda to: save_file(tensors, to))
-    model: Any = target.model
     model.config.save_pretrained(folder)
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(folder)
@@ -76,7 +72,8 @@ class TargetEnds(TargetModel):
     def __init__(
         self, ends: Any, tokenizer: Any, notes: dict[str, Any], start: dict[str, Tensor]
     ) -> None:
-        self.model, self.tokenizer, self.lm_head = ends, tokenizer, ends.lm_head
+        self.model, self.tokenizer = ends, tokenizer
+        self.embedding, self.lm_head = ends.embedding, ends.lm_head
         self.config = ends.config.get_text_config()
         self.device, self.dtype = ends.lm_head.weight.device, ends.lm_head.weight.dtype
         self.eos_ids, self.packed = set(notes["eos_ids"]), 0
@@ -141,7 +138,8 @@ def _read_notes(folder: Path) -> dict[str, Any]:
 def _build(folder: Path, tensors: dict[str, Tensor]) -> _Ends:
     """The target's own modules, whose classes its config names, filled with `tensors`."""
     with torch.device("meta"):
-        ends = _Ends(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        ends = _Ends(model.config, model.get_input_embeddings(), model.get_output_embeddings())
     for name, tensor in tensors.items():
         *path, leaf = name.split(".")
         owner = ends.get_submodule(".".join(path))

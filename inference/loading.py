@@ -8,17 +8,21 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable
-from operator import itemgetter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from ..heads.checkpoint import sha256
 from ..heads.errors import InputError, nearest
+from .adapters import check_adapter, with_adapter
+from .offload import weights
 
 PACKAGE = "package://"
 CHATML = (
@@ -75,6 +79,24 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def check_spread(*, device: str, random: Any, adapter: str | None) -> None:
+    """May a target that is named so have a device map?
+
+    Raises:
+        InputError: naming what does not go together.
+    """
+    if device != "auto":
+        raise InputError(f"a device map, and device {device!r}", "Give one of them.")
+    if random is not None:
+        raise InputError("a device map for a random target", "These are small: leave it out.")
+    if adapter is not None:
+        raise InputError(
+            f"a device map, and adapter {adapter!r}",
+            "Merge the adapter first (peft's merge_and_unload, then save_pretrained), and name "
+            "that folder as the model.",
+        )
+
+
 def load_pretrained(
     model: str,
     *,
@@ -82,31 +104,61 @@ def load_pretrained(
     revision: str | None,
     dtype: torch.dtype,
     adapter: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
 ) -> tuple[nn.Module, Any]:
     """The model and the tokenizer of a name; weights of an adapter are merged in.
 
     Raises:
-        InputError: nothing there, no weights, a damaged file.
+        InputError: nothing there, no weights, a damaged file, a device map that does not fit.
     """
     name = resolve_name(model)
     options: dict[str, Any] = {"revision": revision} if revision else {}
+    if adapter is not None:
+        check_adapter(adapter)
     try:
-        if gguf_file is not None:
-            name, options = _dequantised(name, gguf_file, options)
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        with _no_bar_of_weights():
+            if gguf_file is not None:
+                name, options = _dequantised(name, gguf_file, options)
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+            if device_map is not None:
+                return _spread(name, device_map, dtype=dtype, **options), tokenizer
+            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         if adapter is not None:
-            loaded = _with_adapter(loaded, adapter)
+            loaded = with_adapter(loaded, adapter)
     except InputError:
         raise
     except Exception as error:  # whatever a loader meets in foreign files
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise InputError(
-            f"target {model!r} cannot be loaded: {reason}",
-            "Give a hub id, a folder with config, tokenizer and weights, or package://NAME "
-            "with gguf_file.",
-        ) from error
+        advice = "Give a hub id, a folder with config, tokenizer and weights, or package://NAME "
+        advice += "with gguf_file."
+        if device_map is not None:
+            advice = "Set device_map to auto, or to a device (or disk) for every module."
+        raise InputError(f"target {model!r} cannot be loaded: {reason}", advice) from error
     return loaded, tokenizer
+
+
+@contextmanager
+def _no_bar_of_weights() -> Iterator[None]:
+    """An error that follows stands alone on the terminal; downloads keep their bars."""
+    shown = logging.is_progress_bar_enabled()
+    if shown:
+        logging.disable_progress_bar()
+        enable_progress_bars()  # of the hub's client, which the line above has turned off as well
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _spread(name: str, device_map: str | dict[str, Any], **options: Any) -> nn.Module:
+    """The model over several devices, memory and disk; see offload.py."""
+    folder = tempfile.TemporaryDirectory(prefix="selfdraft-")
+    model = AutoModelForCausalLM.from_pretrained(
+        name, device_map=device_map, offload_folder=folder.name, **options
+    )
+    model.offload_folder = folder  # goes with the model
+    return model
 
 
 def _dequantised(name: str, gguf_file: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -155,49 +207,12 @@ def _cache_folder() -> Path:
     return Path(root) / "selfdraft"
 
 
-def _with_adapter(model: nn.Module, adapter: str) -> nn.Module:
-    """The model with an adapter merged into its weights or, where its kind has no merge, with the
-    adapter's layers in place.
-
-    Raises:
-        InputError: a kind that works outside of the layers, so that this model would not be the
-            adapted one (virtual tokens, gates by task or by token).
-    """
-    from peft import PeftModel
-
-    wrapped: Any = PeftModel.from_pretrained(model, adapter).eval()
-    kind = wrapped.active_peft_config.peft_type.value
-    refusal = InputError(
-        f"adapter {adapter!r} is of kind {kind}, which works outside of the model's layers",
-        "Use one that changes layers alone, such as LoRA, DoRA, IA3, OFT or VeRA.",
-    )
-    ids = torch.arange(8)[None] * 7 % model.config.vocab_size  # type: ignore[union-attr, operator]
-    with torch.no_grad():
-        try:
-            wanted = wrapped(input_ids=ids).logits
-        except (TypeError, ValueError, RuntimeError, AttributeError):
-            raise refusal from None
-        try:
-            adapted = wrapped.merge_and_unload()
-        except (AttributeError, NotImplementedError):
-            adapted = wrapped.get_base_model()
-        found = adapted(input_ids=ids).logits
-    tolerance = (1e-3 if wanted.dtype == torch.float32 else 0.1) * float(wanted.abs().max())
-    if found.shape != wanted.shape or float((found - wanted).abs().max()) > tolerance:
-        raise refusal
-    return adapted
-
-
-def has_adapter_layers(model: nn.Module) -> bool:
-    """Are there layers of an adapter that was not merged, which read the weights they wrap?"""
-    return any(hasattr(module, "base_layer") for module in model.modules())
-
-
 def adapter_fingerprint(adapter: str) -> str:
     """A hash of an adapter's weights, by name."""
     from peft.utils import load_peft_weights
 
-    return _digest(load_peft_weights(adapter, device="cpu").items())
+    found = load_peft_weights(adapter, device="cpu")
+    return _digest(sorted(found.items()), None)[0]
 
 
 def random_model(fields: dict[str, Any], seed: int, dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -243,22 +258,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def fingerprint(model: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """A hash of every weight, by name.
-
-    Args:
-        dtype: round to this first, so that equal weights stored in other dtypes agree.
-    """
-    return _digest(model.named_parameters(), dtype)
+def fingerprints(model: nn.Module) -> dict[str, str]:
+    """`fingerprint`, a hash of every weight by name; and `fingerprint_bf16` of the same weights
+    rounded to bfloat16, in which those stored in other dtypes agree."""
+    exact, rounded = _digest(weights(model), None, torch.bfloat16)
+    return {"fingerprint": exact, "fingerprint_bf16": rounded}
 
 
-def _digest(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=itemgetter(0)):
-        weight = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous()
-        digest.update(json.dumps([name, list(weight.shape), str(weight.dtype)]).encode())
-        digest.update(weight.view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+def _digest(tensors: Iterable[tuple[str, Tensor]], *dtypes: torch.dtype | None) -> list[str]:
+    """A hash for each of `dtypes` (None: as stored), from one pass, each tensor held alone."""
+    digests = [hashlib.sha256() for _ in dtypes]
+    for name, tensor in tensors:
+        for digest, dtype in zip(digests, dtypes, strict=True):
+            weight = tensor.detach().to(dtype or tensor.dtype).cpu().contiguous()
+            digest.update(json.dumps([name, list(weight.shape), str(weight.dtype)]).encode())
+            digest.update(weight.view(-1).view(torch.uint8).numpy().data)
+    return [digest.hexdigest()[:16] for digest in digests]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:

@@ -5,8 +5,12 @@ Shape suffixes: B rows, N draft nodes, S slots.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from ..heads.errors import InputError
 
 KINDS = ("full_attention", "sliding_attention")
 
@@ -48,3 +52,26 @@ def slot_masks(
         mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
         masks[kind] = mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
     return masks if len(kinds) > 1 else masks[kinds[0]]
+
+
+def sliding_window(config: Any) -> int | None:
+    """Positions that the sliding layers of a model look back; None where there are none."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def layer_kinds(model: Any, config: Any) -> list[str]:
+    """Kinds of attention of a model's layers; one alone is passed as a tensor, several as a dict.
+
+    Raises:
+        InputError: layers of another kind, or no model that generates.
+    """
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not hasattr(model, "generate"):
+        raise InputError(
+            f"target {config.model_type!r} has layers of kind {unknown}",
+            f"Supported are decoder-only models with {' and '.join(KINDS)} layers.",
+        )
+    return kinds or ["sliding_attention" if sliding_window(config) else "full_attention"]

@@ -90,7 +90,7 @@ class Speculator:
             allow_other_target: accept heads trained for other weights of the same sizes.
             widen: draft over the ids of each row's own prompt and output beside the draft
                 vocabulary.
-            named: gguf_file=, dtype=, device=, adapter=, revision= of the target.
+            named: gguf_file=, dtype=, device=, device_map=, adapter=, revision= of the target.
         Raises:
             InputError: names, files or arguments that do not fit.
         """

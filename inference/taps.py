@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..heads.errors import InputError
+
 
 @contextmanager
 def tapped(layers: nn.ModuleList, taps: list[int]) -> Iterator[dict[int, Tensor]]:
@@ -42,3 +44,18 @@ def _hook(layers: nn.ModuleList, tap: int, states: dict[int, Tensor]) -> Any:
         states[tap] = output[0] if isinstance(output, tuple) else output
 
     return layers[-1].register_forward_hook(after)
+
+
+def decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a decoder's layers.
+
+    Raises:
+        InputError: there is none of `count` layers.
+    """
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise InputError(
+        f"target {type(decoder).__name__}: no list of {count} layers found",
+        "Supported are decoder-only transformers models.",
+    )

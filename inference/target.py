@@ -15,12 +15,14 @@ from ..heads.base import TargetSpec
 from ..heads.errors import InputError
 from ..heads.protocols import Features
 from . import loading, packed
+from .adapters import has_adapter_layers
 from .attention import use_grouped_attention
 from .cache import SlotCache
-from .masks import KINDS, slot_masks
+from .masks import layer_kinds, sliding_window, slot_masks
+from .offload import home, in_memory
 from .probe import probe_target
 from .projection import Projection
-from .taps import tapped
+from .taps import decoder_layers, tapped
 from .weights import target_weights
 
 PREFILL_CHUNK = 512  # tokens a forward of a long prompt, so that its mask stays small
@@ -55,18 +57,18 @@ class TargetModel:
         self.model, self.tokenizer = model, tokenizer
         self.config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self.decoder: Any = model.get_decoder()  # type: ignore[operator]
-        self.lm_head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
+        self.layers = decoder_layers(self.decoder, self.config.num_hidden_layers)
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        weight = next(model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
-        self.window = self._sliding_window()
-        self.mask_kinds = self._mask_kinds()
+        self.device, self.dtype = home(model), next(model.parameters()).dtype
+        self.embedding, self.lm_head = self._ends()
+        self.window = sliding_window(self.config)
+        self.mask_kinds = layer_kinds(model, self.config)
         self.eos_ids = self._eos_ids()
         self._projection = Projection(self.lm_head, self.config)
         self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
-        self.weights = target_weights(self.decoder, self.layers, self._projection.weight_rows)
+        rows = self._projection.weight_rows
+        self.weights = target_weights(self.decoder, self.layers, rows, self.device)
         self.packed = packed.pack_linears(self.decoder) if pack else 0
         if pack:
             use_grouped_attention(model)
@@ -83,6 +85,7 @@ class TargetModel:
         adapter: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        device_map: str | dict[str, Any] | None = None,
         random: dict[str, Any] | None = None,
         seed: int = 0,
         pack: bool = True,
@@ -93,6 +96,8 @@ class TargetModel:
             model: hub id, local folder, or package://NAME.
             gguf_file: a file in that folder, dequantised to `dtype`.
             adapter: a peft adapter: its folder or hub id.
+            device_map: `auto`, or a device (or `disk`) by module: spreads a model that no single
+                device holds, as transformers does.
             random: instead of `model`, a transformers config initialised from `seed`.
             pack: run fp32 linears on a CPU with reordered weights.
         Raises:
@@ -100,6 +105,8 @@ class TargetModel:
         """
         if (model is None) == (random is None):
             raise InputError("a target needs one of model and random", "Give exactly one.")
+        if device_map is not None:
+            loading.check_spread(device=device, random=random, adapter=adapter)
         place = loading.resolve_device(device)
         kind = loading.resolve_dtype(dtype, place)
         if random is not None:
@@ -107,21 +114,36 @@ class TargetModel:
         else:
             assert model is not None
             loaded, tokenizer = loading.load_pretrained(
-                model, gguf_file=gguf_file, revision=revision, dtype=kind, adapter=adapter
+                model,
+                gguf_file=gguf_file,
+                revision=revision,
+                dtype=kind,
+                adapter=adapter,
+                device_map=device_map,
             )
         named: dict[str, Any] = {"model": model, "gguf_file": gguf_file, "revision": revision}
         named |= {"adapter": adapter, "random": random}
         named["adapter_fingerprint"] = adapter and loading.adapter_fingerprint(adapter)
         named["seed"] = None if random is None else seed
         loaded.requires_grad_(False)
-        pack = pack and not loading.has_adapter_layers(loaded)
+        if device_map is not None:
+            return cls(loaded, tokenizer, named=named)
+        pack = pack and not has_adapter_layers(loaded)
         return cls(loaded.to(place), tokenizer, pack=pack, named=named)
 
     # -- what it is ------------------------------------------------------------------------------
 
+    def _ends(self) -> tuple[Any, Any]:
+        """Embedding and lm_head, in memory wherever the layers are."""
+        model: Any = self.model
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding, lm_head = (in_memory(end, self.device) for end in ends)
+        if lm_head is not ends[1] and self.config.tie_word_embeddings:
+            lm_head.weight = embedding.weight
+        return embedding, lm_head
+
     def _spec(self, named: dict[str, Any]) -> TargetSpec:
-        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        config = self.config
+        embedding, config = self.embedding, self.config
         # Granite, and Gemma before its embedding module did, scale embeddings outside of it.
         scale = getattr(config, "embedding_multiplier", None) or 1.0
         if config.model_type in ("gemma", "gemma2") and not hasattr(embedding, "embed_scale"):
@@ -137,8 +159,7 @@ class TargetModel:
             "num_layers": config.num_hidden_layers,
             "vocab_size": self._projection.vocab_size,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "fingerprint": loading.fingerprint(self.model),
-            "fingerprint_bf16": loading.fingerprint(self.model, torch.bfloat16),
+            **loading.fingerprints(self.model),
             "tokenizer": loading.tokenizer_fingerprint(self.tokenizer),
         }
         return TargetSpec(
@@ -153,22 +174,6 @@ class TargetModel:
             dtype=self.dtype,
             config=config,
         )
-
-    def _sliding_window(self) -> int | None:
-        if getattr(self.config, "use_sliding_window", True) is False:
-            return None
-        return getattr(self.config, "sliding_window", None)
-
-    def _mask_kinds(self) -> list[str]:
-        """Kinds of attention of the layers; one alone is passed as a tensor, several as a dict."""
-        kinds = list(dict.fromkeys(getattr(self.config, "layer_types", None) or []))
-        unknown = [kind for kind in kinds if kind not in KINDS]
-        if unknown or not hasattr(self.model, "generate"):
-            raise InputError(
-                f"target {self.config.model_type!r} has layers of kind {unknown}",
-                f"Supported are decoder-only models with {' and '.join(KINDS)} layers.",
-            )
-        return kinds or ["sliding_attention" if self.window else "full_attention"]
 
     def _eos_ids(self) -> set[int]:
         """Of a target's generation_config only eos and pad ids are read."""
@@ -283,17 +288,7 @@ class TargetModel:
 
     def _run(self, taps: list[int], **inputs: Any) -> Features:
         with tapped(self.layers, taps) as states:
-            features = {"hidden": self.decoder(**inputs).last_hidden_state}
+            features = {"hidden": self.decoder(**inputs).last_hidden_state.to(self.device)}
         if taps:
-            features["taps"] = torch.stack([states[tap] for tap in taps], 2)
+            features["taps"] = torch.stack([states[tap].to(self.device) for tap in taps], 2)
         return features
-
-
-def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
-    for child in decoder.children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            return child
-    raise InputError(
-        f"target {type(decoder).__name__}: no list of {count} layers found",
-        "Supported are decoder-only transformers models.",
-    )

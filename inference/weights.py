@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.base import TargetWeights
+from .offload import in_memory
 
 LINEARS = (
     "self_attn.q_proj",
@@ -24,10 +25,15 @@ NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"
 
 
 def target_weights(
-    decoder: nn.Module, layers: nn.ModuleList, lm_head: Callable[[Tensor | None], Tensor]
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    lm_head: Callable[[Tensor | None], Tensor],
+    device: torch.device,
 ) -> TargetWeights:
     """What there is of it, before any linear is packed."""
-    modules: dict[str, Any] = dict(layers[-1].named_modules())
+    paths = (*LINEARS, *NORMS, "self_attn.q_norm")
+    named = [(path, module) for path, module in layers[-1].named_modules() if path in paths]
+    modules: dict[str, Any] = {path: in_memory(module, device) for path, module in named}
     last_layer = {
         path.split(".")[1]: modules[path].weight.detach()
         for path in LINEARS
@@ -39,7 +45,8 @@ def target_weights(
         if (scale := norm_scale(modules.get(path))) is not None:
             last_layer[name] = scale
     children = [child for child in decoder.children() if _width(child)]
-    return TargetWeights(lm_head, norm_scale(children[-1]) if children else None, last_layer)
+    scale = norm_scale(in_memory(children[-1], device)) if children else None
+    return TargetWeights(lm_head, scale, last_layer)
 
 
 @torch.no_grad()

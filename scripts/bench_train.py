@@ -43,11 +43,12 @@ from selfdraft.train.step import Batches, Stepper
 
 WARMUP = 2  # steps that are not timed: first calls allocate
 MODES = ("cached", "online", "yardstick")
-Step = Callable[[list[Document], int], None]
+Step = Callable[[list[Document], list[Document], int], None]
+"""(rows, those of the next step, number of the step)."""
 
 
 class Timed(FeatureSource):
-    """A feature source whose time is measured."""
+    """A feature source; the time that training waits for it is measured."""
 
     def __init__(self, source: FeatureSource) -> None:
         super().__init__(source.target, source.pack)
@@ -60,6 +61,10 @@ class Timed(FeatureSource):
             return self.source.get(documents)
         finally:
             self.seconds += time.perf_counter() - start
+
+    def expect(self, documents: list[Document]) -> None:
+        """See `FeatureSource.expect`."""
+        self.source.expect(documents)
 
 
 def with_kind(config: TrainConfig, kind: str) -> TrainConfig:
@@ -83,8 +88,8 @@ def our_step(config: TrainConfig, target: TargetModel, mode: str) -> tuple[Step,
     optimizer = setup.build_optimizer(head, config.optim)
     stepper = Stepper(make_engine(accelerator, head, optimizer, config.optim.clip), features)
 
-    def step(rows: list[Document], number: int) -> None:
-        stepper([rows], number, config.optim.lr)
+    def step(rows: list[Document], following: list[Document], number: int) -> None:
+        stepper([rows], number, config.optim.lr, following)
 
     return step, features
 
@@ -123,7 +128,7 @@ def yardstick_step(config: TrainConfig, target: TargetModel) -> tuple[Step, Time
     dtype, device = torch.bfloat16, target.device.type
     autocast = torch.autocast(device, dtype, enabled=target.dtype == dtype)
 
-    def step(rows: list[Document], number: int) -> None:
+    def step(rows: list[Document], following: list[Document], number: int) -> None:
         with autocast:
             heads.backward(rows)
         nn.utils.clip_grad_norm_(heads.parameters(), config.optim.clip)
@@ -151,7 +156,7 @@ def measure(config: TrainConfig, mode: str, steps: int) -> dict[str, Any]:
             _synchronize(target)
             tokens, features.seconds, begin = 0, 0.0, time.perf_counter()
             _forget_peak()
-        step(rows, number + 1)
+        step(rows, batches.rows(number + 1), number + 1)
         if number >= WARMUP:
             tokens += sum(len(row.ids) for row in rows)
     _synchronize(target)
@@ -205,6 +210,8 @@ def run(options: argparse.Namespace) -> int:
     for kind in kinds:
         if kind not in HEADS:
             raise InputError(f"--kinds {kind!r} is unknown", nearest(kind, HEADS))
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps}", "Time one step or more.")
     if options.mode:
         print(json.dumps(measure(with_kind(config, kinds[0]), options.mode, options.steps)))
         return 0

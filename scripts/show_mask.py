@@ -11,7 +11,7 @@ import itertools
 from rich.console import Console
 from rich.text import Text
 
-from selfdraft.heads.errors import exit_code
+from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.config import TrainConfig, load_config
 from selfdraft.train.data import check_data, load_documents
@@ -50,6 +50,8 @@ def pieces(ids: list[int], target: TargetModel) -> list[str]:
 
 def show(config: TrainConfig, rows: int, console: Console) -> int:
     """Prints `rows` rows, and what became of all others."""
+    if rows < 0:
+        raise InputError(f"--rows {rows}", "Give a number of rows, 0 or more.")
     check_data(config)
     target = load_target(config)
     documents = load_documents(config, target)

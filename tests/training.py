@@ -10,6 +10,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from selfdraft.heads import HEADS, Head
+from selfdraft.inference.loading import byte_tokenizer
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.config import TrainConfig
 from selfdraft.train.packing import Document
@@ -86,6 +87,13 @@ def documents(lengths: list[int], answer: int = 6) -> list[Document]:
 def make_target(**fields: Any) -> TargetModel:
     """The tiny target, or another one."""
     return TargetModel.load(random={**LLAMA, **fields}, dtype="float32", device="cpu")
+
+
+def save_target(folder: Path, fields: dict[str, Any] | None = None) -> Path:
+    """A tiny target with a byte tokenizer, in a folder."""
+    fixtures.stock(fields or LLAMA | {"initializer_range": 0.2}).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def make_double() -> TargetModel:

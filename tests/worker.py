@@ -6,16 +6,21 @@ DOUBLE runs target and head in float64, for comparisons that rounding must not b
 """
 
 import json
+import os
 import sys
 from itertools import count
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.tensor import DTensor
 from training import make_double, train
 
+from selfdraft.inference.target import TargetModel
 from selfdraft.train import engine, setup
-from selfdraft.train.config import load_config
+from selfdraft.train.config import TrainConfig, load_config
 from selfdraft.train.tracking import is_main
 
 REAL = {kind: kind.step for kind in (engine.Engine, engine.ZeroEngine)}
@@ -37,7 +42,9 @@ def keep_gradients(out: Path) -> None:
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Whole, also where ZeRO has cut it up; all processes ask for it."""
+    """Whole, also where ZeRO or FSDP2 has cut it up; all processes ask for it."""
+    if isinstance(parameter, DTensor):
+        return parameter.grad.full_tensor()
     if not hasattr(parameter, "_hp_mapping"):
         return parameter.grad.clone()
     from deepspeed.utils import safe_get_full_grad
@@ -49,6 +56,18 @@ def set_precision(double: bool) -> None:
     """float64 everywhere, or what the config says."""
     setup.load_target = (lambda config: make_double()) if double else LOAD
     setup.build_head = (lambda *args: BUILD(*args).double()) if double else BUILD
+
+
+def sharded_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:
+    """accelerate never chooses FSDP on a CPU, but shards there as on a GPU once it is told to."""
+    accelerator = Accelerator(cpu=True)
+    plugin = {"auto_wrap_policy": "no_wrap", "state_dict_type": "FULL_STATE_DICT"}
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, **plugin
+    )
+    accelerator.state.distributed_type = DistributedType.FSDP
+    assert accelerator.is_fsdp2
+    return accelerator
 
 
 def work(config: str, out: str, double: bool) -> None:
@@ -64,6 +83,8 @@ def work(config: str, out: str, double: bool) -> None:
 
 
 if __name__ == "__main__":
+    if "FSDP2_ON_CPU" in os.environ:
+        setup.make_accelerator = sharded_accelerator
     # The jobs share one group: a second one of the same name would meet the first one's addresses.
     PartialState.destroy_process_group = lambda *_: None
     for job in json.loads(Path(sys.argv[1]).read_text()):

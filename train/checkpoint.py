@@ -1,9 +1,9 @@
 """Checkpoints of a run: output_dir/checkpoints/step-N, written whole or not at all.
 
 A folder holds the head's weights, the optimizer's state, the random number generators of every
-process, and state.json: step, global batch, best tau, tracker id, head and target.  The data
-position is step x global batch and the learning rate a function of the step, so neither is stored
-twice.  complete.json, with the sha256 of each file, is written last.
+process, and state.json: step, global batch, stream of rows, best tau, tracker id, head and target.
+The data position is step x global batch and the learning rate a function of the step, so neither is
+stored twice.  complete.json, with the sha256 of each file, is written last.
 """
 
 from __future__ import annotations

@@ -32,11 +32,22 @@ class ConfigError(InputError):
     """A config that cannot be used: a line for each problem, and what to do."""
 
 
+def _device_map(value: Any) -> Any:
+    if value is None or value == "auto":
+        return value
+    devices = value.values() if isinstance(value, dict) else []
+    if not devices or any(type(device) not in (int, str) for device in devices):
+        raise ValueError("auto is wanted, or a mapping of modules to devices (0, cpu, disk)")
+    return {str(module): device for module, device in value.items()}
+
+
 class TargetConfig(Section):
     """The frozen model.
 
     Attributes:
         model: hub id, local folder or package://NAME.
+        device_map: spreads a model that no single device holds over devices, memory and disk:
+            `auto`, or a device by module name, as transformers takes it.
         random: instead of `model`, a transformers config that is initialised from the run's seed.
     """
 
@@ -46,6 +57,7 @@ class TargetConfig(Section):
     adapter: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    device_map: Annotated[Any, BeforeValidator(_device_map)] = None
     random: dict[str, Any] | None = None
 
     @model_validator(mode="after")

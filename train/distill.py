@@ -8,14 +8,13 @@ earlier ones were interrupted.  Features are kept by document, however batches a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -30,7 +29,7 @@ from ..inference.target import TargetModel
 from .config import TrainConfig
 from .data import Documents
 from .features import FeatureSource, OnlineFeatures, compute
-from .packing import Document
+from .packing import Document, digest
 from .recording import RecordedStates
 from .rounding import bytes_a_state
 from .sections import FeaturesConfig
@@ -74,6 +73,8 @@ class FeatureCache(FeatureSource):
                 start += len(document.ids)
         assert len(self._place) == len(documents), "two documents of one row"
         self._open: dict[int, Any] = {}
+        self._reader = ThreadPoolExecutor(1, "features")  # the only one that opens files
+        self._expected: tuple[list[Document], Future[Features]] | None = None
 
     def _served(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """The fingerprint of the cache that is there, where all that it lacks is fewer taps."""
@@ -203,6 +204,16 @@ class FeatureCache(FeatureSource):
 
     # -- reading ---------------------------------------------------------------------------------
 
+    def expect(self, documents: list[Document]) -> None:
+        """See `FeatureSource.expect`."""
+        self._expected = documents, self._reader.submit(super()._laid, documents)
+
+    def _laid(self, documents: list[Document]) -> Features:
+        if self._expected is None or self._expected[0] != documents:
+            return self._reader.submit(super()._laid, documents).result()
+        (_, found), self._expected = self._expected, None
+        return found.result()
+
     def _stored(self, documents: list[Document]) -> list[Features]:
         return [self._read(document) for document in documents]
 
@@ -253,10 +264,6 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Everything that the features depend on."""
     identity = target.spec.identity
-    digest = hashlib.sha256()
-    for document in sorted(documents, key=lambda d: d.row):
-        digest.update(np.array([document.row, len(document.ids), *document.ids]).tobytes())
-        digest.update(bytes(document.loss_mask))
     return {
         "format": FORMAT,
         "target": identity["fingerprint"],
@@ -265,7 +272,7 @@ def fingerprint(
         "tokenizer": identity.get("tokenizer"),
         "taps": taps,
         "dtype": dtype,
-        "documents": digest.hexdigest(),
+        "documents": digest(documents),
     }
 
 

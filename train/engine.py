@@ -68,14 +68,14 @@ class Engine:
 
     def weights(self) -> dict[str, Tensor]:
         """The head's state dict in float32 masters, whole; every process must ask for it."""
-        return self.accelerator.get_state_dict(self.head)
+        state = self.accelerator.unwrap_model(self.head).state_dict()
+        return {name: _whole(tensor) for name, tensor in state.items()}
 
     def moments(self) -> Moments:
         """The optimizer's state, whole; every process must ask for it."""
         state = self.optimizer.state_dict()
         for values in state["state"].values():
-            whole = {k: v.full_tensor() for k, v in values.items() if isinstance(v, DTensor)}
-            values.update(whole)
+            values.update({name: _whole(value) for name, value in values.items()})
         return state
 
     def load_moments(self, moments: Moments, **settings: Any) -> None:
@@ -91,6 +91,11 @@ class Engine:
     def _set(self, **settings: Any) -> None:
         for group in self.optimizer.param_groups:
             group.update(settings)
+
+
+def _whole(value: Any) -> Any:
+    """A sharded tensor gathered, which all processes take part in; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class ZeroEngine(Engine):

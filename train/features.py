@@ -26,10 +26,15 @@ class FeatureSource:
     def get(self, documents: list[Document]) -> Features:
         """Features of that batch, zero where it has no token, on the target's device and in its
         dtype, rounded to the cache's dtype on the way."""
-        spec = self.target.spec
-        rows = [decode(row, spec.dtype) for row in self._stored(documents)]
-        laid = collate_features(rows, places(documents, self.pack))
-        return {name: value.to(spec.device) for name, value in laid.items()}
+        laid = self._laid(documents)
+        return {name: value.to(self.target.spec.device) for name, value in laid.items()}
+
+    def expect(self, documents: list[Document]) -> None:
+        """Says what `get` is asked for next; a source that reads begins now, in the background."""
+
+    def _laid(self, documents: list[Document]) -> Features:
+        rows = [decode(row, self.target.spec.dtype) for row in self._stored(documents)]
+        return collate_features(rows, places(documents, self.pack))
 
     def _stored(self, documents: list[Document]) -> list[Features]:
         raise TypeError(f"{type(self).__name__} does not say where its features are")

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..heads.errors import InputError
-from .reading import whole_lines
+from .reading import whole_lines, without_nulls
 
 NAME = re.compile(r"hub:(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
 
@@ -50,7 +50,8 @@ def fetch(name: str, path: Path, limit: int | None) -> int:
     count = 0
     with part.open("a", encoding="utf-8") as file:
         for row in tqdm(_stream(name, done, limit), desc=name, unit="row", initial=done):
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            line = json.dumps(without_nulls(row), ensure_ascii=False, default=str)
+            file.write(f"{line}\n")
             count += 1
     part.rename(path)
     return count

@@ -8,6 +8,7 @@ Shape suffixes: B rows, T tokens, N documents.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,15 @@ class Document:
     temperature: float | None
     row: int
     prompt_key: str
+
+
+def digest(documents: list[Document]) -> str:
+    """A hash of the rows' numbers, tokens and loss masks, whatever their order."""
+    found = hashlib.sha256()
+    for document in sorted(documents, key=lambda d: d.row):
+        found.update(np.array([document.row, len(document.ids), *document.ids]).tobytes())
+        found.update(bytes(document.loss_mask))
+    return found.hexdigest()
 
 
 # -- order ---------------------------------------------------------------------------------------

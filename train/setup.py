@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +25,8 @@ from .config import OptimConfig, TrainConfig
 from .data import Documents, token_counts
 from .engine import Engine, uses_deepspeed
 from .features import FeatureSource
-from .packing import Document
-from .tracking import say
+from .packing import Document, digest
+from .tracking import is_main, say
 
 START_ROWS = 64  # documents whose states say where an lm_head of low rank has to be right
 
@@ -41,21 +42,33 @@ def use_all_cores() -> None:
 
 
 def load_target(config: TrainConfig) -> TargetModel:
-    """The target, on this process's own GPU where there are several."""
+    """The target, on this process's own GPU where there are several.
+
+    Raises:
+        InputError: whatever is wrong with it; or one over all devices in each of several processes.
+    """
     use_all_cores()
     fields = config.target.model_dump()
-    local = os.environ.get("LOCAL_RANK")
-    if local is not None and fields["device"] in ("auto", "cuda") and torch.cuda.is_available():
+    local, processes = os.environ.get("LOCAL_RANK"), int(os.environ.get("WORLD_SIZE", 1))
+    ends_alone = config.data.features.cache_only
+    spread = fields["device_map"] is not None and not ends_alone
+    if spread and processes > 1:
+        raise InputError(
+            f"target.device_map in {processes} processes, each of which would load the target",
+            "Run scripts/prepare_data.py with data.features.cache_only=true, and train so too.",
+        )
+    own = local is not None and torch.cuda.is_available() and not spread
+    if own and fields["device"] in ("auto", "cuda"):
         fields["device"] = f"cuda:{local}"
     say(f"target: {fields['model'] or 'random ' + str(fields['random'].get('model_type'))}")
-    if config.data.features.cache_only:
+    if ends_alone:
         return load_ends(config, fields["device"])
     return TargetModel.load(**fields, seed=config.seed)
 
 
 def load_ends(config: TrainConfig, device: str) -> TargetModel:
     """The embedding and lm_head that scripts/prepare_data.py has put beside the feature cache."""
-    named = config.target.model_dump(exclude={"device", "dtype"})
+    named = config.target.model_dump(exclude={"device", "device_map", "dtype"})
     if config.target.dtype != "auto":
         named["dtype"] = config.target.dtype
     if config.target.random is not None:
@@ -74,6 +87,24 @@ def check_run_target(found: Checkpoint | None, target: TargetModel, config: Trai
         check_target(read_description(output)["target"], target.spec.identity, output)
     if config.resume == "latest":
         say(f"no whole checkpoint in {output}: starting from step 0")
+
+
+def stream(config: TrainConfig, documents: Documents) -> dict[str, Any]:
+    """What the order of rows in a run depends on."""
+    rows = digest(documents.train)
+    return {"rows": rows, "seed": config.seed, "data.bucket": config.data.bucket}
+
+
+def check_run_stream(found: Checkpoint | None, met: dict[str, Any]) -> None:
+    """Warns where a resumed run would go on in another stream of rows than its own."""
+    trained = met if found is None else found.state.get("stream", met)
+    differing = [name for name in met if met[name] != trained[name]]
+    if found is not None and differing and is_main():
+        warnings.warn(
+            f"{found.folder} was trained with other {', '.join(differing)}: from here on the rows "
+            f"are not those that the unbroken run would have seen",
+            stacklevel=2,
+        )
 
 
 def make_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:

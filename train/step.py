@@ -95,16 +95,24 @@ class Stepper:
         self.tally, self.grad_norm = Tally(self.module.config.depth, self.accelerator.device), 0.0
         self.skipped = 0
 
-    def __call__(self, micro: list[list[Document]], step: int, lr: float) -> bool:
+    def __call__(
+        self,
+        micro: list[list[Document]],
+        step: int,
+        lr: float,
+        following: list[Document] | None = None,
+    ) -> bool:
         """Takes step `step` on this process's micro-batches.
 
+        Args:
+            following: the next step's first micro-batch, whose features are read meanwhile.
         Returns:
             False where it was skipped because the loss or the gradient was not finite; every
             process gets the same answer.
         Raises:
             InputError: the last of PATIENCE such steps in a row.
         """
-        self._backward(micro)
+        self._backward(micro, following)
         self.grad_norm = self.engine.step(lr)
         fine = math.isfinite(self.grad_norm)
         self.skipped = 0 if fine else self.skipped + 1
@@ -112,7 +120,9 @@ class Stepper:
             self._report([d for rows in micro for d in rows], step)
         return fine
 
-    def _backward(self, micro: list[list[Document]]) -> None:
+    def _backward(
+        self, micro: list[list[Document]], following: list[Document] | None = None
+    ) -> None:
         device, world = self.accelerator.device, self.accelerator.num_processes
         batches = [to_device(self.features.collate(rows), device) for rows in micro]
         counts = [self.module.counts(batch) for batch in batches]
@@ -122,8 +132,11 @@ class Stepper:
         self.tally = Tally(len(total_K), device)
         for number, (rows, batch) in enumerate(zip(micro, batches, strict=True), start=1):
             last = number == len(micro)
+            features = self.features.get(rows)
+            if upcoming := following if last else micro[number]:
+                self.features.expect(upcoming)
             with self.engine.micro_step(last):
-                out = self.engine.head(batch, self.features.get(rows))
+                out = self.engine.head(batch, features)
                 self.tally.add(out, counts[number - 1])
                 loss = (out["loss"] * scale_K).sum()
                 if last:

@@ -77,7 +77,8 @@ def _finished(found: Checkpoint, config: TrainConfig) -> bool:
 
 def _named(config: TrainConfig) -> dict[str, Any]:
     """How the target is named: enough to tell without loading it that it is the same one."""
-    return config.target.model_dump(mode="json", exclude={"device"}) | {"seed": config.seed}
+    how = {"device", "device_map"}
+    return config.target.model_dump(mode="json", exclude=how) | {"seed": config.seed}
 
 
 def best_head(output_dir: str | Path) -> dict[str, Any]:
@@ -100,6 +101,8 @@ class Trainer:
         self.config, self.accelerator, self.documents = config, accelerator, documents
         self.target = target
         self.step, self.output = 0 if found is None else found.step, Path(config.output_dir)
+        self.stream = setup.stream(config, documents)
+        setup.check_run_stream(found, self.stream)
         self.module = setup.build_head(config, target, documents.train)
         self.features = open_features(config, target, documents, self.module.taps)
         if found is None:
@@ -183,8 +186,9 @@ class Trainer:
         config, started = self.config, time.perf_counter()
         steps, warmup = config.schedule.steps, config.schedule.warmup
         lr = learning_rate(self.step, steps, warmup, config.optim.lr, self.limits.spent)
-        micro = self.batches.micro(self.step, self.accelerator.process_index)
-        fine = self.stepper(micro, self.step + 1, lr)
+        rank = self.accelerator.process_index
+        micro, following = (self.batches.micro(s, rank) for s in (self.step, self.step + 1))
+        fine = self.stepper(micro, self.step + 1, lr, following[0])
         rows = self.batches.rows(self.step)
         self.step += 1
         means = self.stepper.tally.means(self.module.loss_weights())
@@ -268,6 +272,7 @@ class Trainer:
             state = {
                 "step": self.step,
                 "global_batch": self.batches.size,
+                "stream": self.stream,
                 "tau": self.tau,
                 "tracker_id": self.tracker.run_id,
                 "head": head,

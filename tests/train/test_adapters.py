@@ -9,10 +9,11 @@ import peft
 import pytest
 import torch
 from fixtures import PROMPTS, plain, stock
-from training import LLAMA, make_config, train
+from training import LLAMA, make_config, save_target, train
 
 from selfdraft import Speculator
 from selfdraft.heads.errors import InputError
+from selfdraft.inference import loading
 from selfdraft.inference.loading import byte_tokenizer
 from selfdraft.inference.target import TargetModel
 
@@ -29,6 +30,9 @@ KINDS = {
 OUTSIDE = {
     "prompt": peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     "prefix": peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "p-tuning": peft.PromptEncoderConfig(
+        num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM"
+    ),
     "poly": peft.PolyConfig(r=4, n_tasks=2, **LAYERS),
     "alora": peft.LoraConfig(
         r=4, alora_invocation_tokens=[7], task_type="CAUSAL_LM", target_modules=["q_proj"]
@@ -39,10 +43,7 @@ OUTSIDE = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """The folder of a tiny llama with a byte tokenizer."""
-    folder = tmp_path_factory.mktemp("base")
-    stock(LLAMA | {"initializer_range": 0.2}).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_target(tmp_path_factory.mktemp("base"))
 
 
 def write_adapter(folder: Path, config: peft.PeftConfig, seed: int = 0) -> peft.PeftModel:
@@ -87,6 +88,34 @@ def test_kinds_that_work_outside_of_the_layers_are_refused_by_name(base, tmp_pat
     write_adapter(tmp_path, OUTSIDE[kind])
     with pytest.raises(InputError, match=f"of kind {OUTSIDE[kind].peft_type.value}, which works"):
         TargetModel.load(str(base), adapter=str(tmp_path), device="cpu")
+
+
+def test_virtual_tokens_are_refused_before_anything_loads(base, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", None)
+    for kind in ("prompt", "prefix", "p-tuning"):
+        write_adapter(tmp_path / kind, OUTSIDE[kind])
+        capfd.readouterr()
+        with pytest.raises(InputError, match=r"which works outside .*\nUse one that changes lay"):
+            TargetModel.load(str(base), adapter=str(tmp_path / kind), device="cpu")
+        assert capfd.readouterr().err == ""
+
+
+def test_what_is_no_adapter_of_this_target_is_said(base, tmp_path, capfd):
+    """And the two lines of the error stand alone: no bar of loaded weights before them."""
+    write_adapter(tmp_path, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    config = tmp_path / "adapter_config.json"
+    whole = config.read_text()
+    capfd.readouterr()
+    for path in (base, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match=r"there is no .*adapter_config.json\nFix the path"):
+            TargetModel.load(str(base), adapter=str(path), device="cpu")
+    config.write_text(whole.replace('"q_proj"', '"query"'))
+    with pytest.raises(InputError, match=r"does not fit the target: .*query.*\nGive one that was"):
+        TargetModel.load(str(base), adapter=str(tmp_path), device="cpu")
+    config.write_text(whole[:-9])
+    with pytest.raises(InputError, match=r"cannot be loaded: .*\nGive a peft folder or hub id"):
+        TargetModel.load(str(base), adapter=str(tmp_path), device="cpu")
+    assert capfd.readouterr().err == ""
 
 
 def test_heads_on_an_adapted_target(base, tmp_path):

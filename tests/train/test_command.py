@@ -4,7 +4,10 @@ import runpy
 import sys
 
 import pytest
+from launch import finish, start, write_config
+from training import make_config
 
+from selfdraft.heads import errors
 from selfdraft.train.config import PACKAGE
 
 
@@ -24,3 +27,23 @@ def test_the_command_line(monkeypatch, capsys, arguments, code, said):
     printed = capsys.readouterr()
     assert caught.value.code == code
     assert said in (printed.err if code else printed.out)
+
+
+def test_bad_input_is_said_once_whatever_the_number_of_processes(tmp_path):
+    config = make_config(tmp_path, data={"max_length": 5})
+    path = write_config(tmp_path / "run.yaml", config)
+    # torchrun's own exit code is 1; its report names ours.
+    printed = finish(start(2, PACKAGE / "train.py", str(path)), code=1)
+    assert printed.count("Raise data.max_length.") == 1
+    assert "exitcode  : 2" in printed
+
+
+def test_what_one_process_alone_meets_is_said_after_a_while(monkeypatch, capsys):
+    def bad() -> int:
+        raise errors.InputError("this was met", "do that")
+
+    waits: list[float] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(errors.time, "sleep", waits.append)
+    assert errors.exit_code(bad) == 2 and waits == [errors.PATIENCE]
+    assert capsys.readouterr().err == "this was met\ndo that\n"

@@ -134,6 +134,18 @@ def test_exactly_one_target(tmp_path):
     assert changed.target.random == {"model_type": "llama"}
 
 
+def test_a_device_map_is_auto_or_a_device_by_module(tmp_path):
+    for text, wanted in (
+        ("auto", "auto"),
+        ("{lm_head: 0, model: disk}", {"lm_head": 0, "model": "disk"}),
+    ):
+        config = load_config(write(tmp_path), [f"target.device_map={text}"])
+        assert config.target.device_map == wanted
+    for text in ("5", "cuda", "{}", "{model: [0]}", "{model: 1.5}"):
+        (line,) = problems(write(tmp_path), f"target.device_map={text}")
+        assert line.startswith("target.device_map = ") and "mapping of modules" in line
+
+
 def test_equal_keys(tmp_path):
     path = write(tmp_path)
     path.write_text(path.read_text() + "seed: 1\nseed: 2\n")

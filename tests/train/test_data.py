@@ -80,13 +80,19 @@ def test_too_long_rows_are_cut_or_dropped(chatml, tmp_path):
     assert documents.skipped == {TOO_LONG: 3} and documents.cut == 0
 
 
-def test_cut_inside_a_turn_keeps_its_loss(chatml, tmp_path):
-    config = make_config(tmp_path, [{"messages": CHAT[:2]}])
-    (whole,) = load_documents(config, chatml).train
-    length = len(whole.ids) - 5
-    config = make_config(tmp_path, [{"messages": CHAT[:2]}], max_length=length)
-    (cut,) = load_documents(config, chatml).train
-    assert cut.loss_mask == whole.loss_mask[:length] and cut.loss_mask[-1]
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_cut_inside_a_turn_keeps_its_loss(name, tmp_path, request):
+    """D5a: wherever in the last turn the row ends, what is left of it is trained on."""
+    target = request.getfixturevalue(name)
+    (whole,) = load_documents(make_config(tmp_path, [{"messages": CHAT}]), target).train
+    first = len(whole.ids) - whole.loss_mask[::-1].index(False, 3)
+    *before, last = spans(whole, target)
+    for length in range(first + 1, len(whole.ids)):
+        config = make_config(tmp_path, [{"messages": CHAT}], max_length=length)
+        (cut,) = load_documents(config, target).train
+        assert cut.loss_mask == whole.loss_mask[:length] and cut.loss_mask[-1]
+        *kept, part = spans(cut, target)
+        assert kept == before and part and last.startswith(part)
 
 
 def test_no_loss_token_left(chatml, tmp_path):

@@ -175,3 +175,17 @@ def test_a_dataset_is_streamed_once_and_taken_up_after_a_kill(tmp_path):
         fetch(f"hub:{source}@nosuchsplit", tmp_path / "x.jsonl", None)
     with pytest.raises(InputError, match=r"names no dataset"):
         fetch("hub:", tmp_path / "y.jsonl", None)
+
+
+def test_a_row_of_the_hub_has_its_own_keys_alone(tmp_path):
+    """D9: Arrow gives a tool call the arguments of all others, as null."""
+    source = tmp_path / "source"
+    source.mkdir()
+    calls = [{"name": "weather", "arguments": {"city": "Bonn"}}, {"name": "add", "arguments": {}}]
+    calls[1]["arguments"] = {"a": 1, "b": 2}
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [{"function": c}]}]} for c in calls]
+    rows += [{"conversations": [{"from": "human", "value": "a"}], "system": "Be brief."}]
+    (source / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "shard.jsonl"
+    assert fetch(f"hub:{source}", path, None) == 3
+    assert [row for _, row in read(path)[0]] == rows

@@ -1,6 +1,7 @@
 """Features: what training reads equals what the decoder would see, and the cache can be trusted."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -71,6 +72,20 @@ def test_padding_is_zero_and_rows_come_in_the_order_asked_for(open_cache):
     assert found["hidden"].shape == (2, 24, 64) and found["taps"].shape == (2, 24, 3, 64)
     assert not found["hidden"][0, 9:].any()
     assert torch.equal(found["hidden"], swapped["hidden"].flip(0))
+
+
+def test_the_next_batch_is_read_before_it_is_asked_for(open_cache):
+    """And any other batch may be asked for in between."""
+    rows, began = documents(LENGTHS), threading.Event()
+    cache = open_cache(rows)
+    wanted = [cache.get(rows[:2]), cache.get(rows[3:])]
+    read, batches = cache._stored, []
+    cache._stored = lambda batch: (batches.append(batch), began.set(), read(batch))[2]
+    cache.expect(rows[:2])
+    assert began.wait(10)
+    assert torch.equal(cache.get(rows[3:])["taps"], wanted[1]["taps"])
+    assert torch.equal(cache.get(rows[:2])["taps"], wanted[0]["taps"])
+    assert batches == [rows[:2], rows[3:]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

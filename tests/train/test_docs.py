@@ -1,14 +1,18 @@
-"""Every key that the docs name exists, and every key that exists does something (F4)."""
+"""What the docs name exists, what exists does something, and the code of the docs runs (F4)."""
 
 import ast
 import re
+import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
+from training import make_config, train
 
 from selfdraft.heads import HEADS
-from selfdraft.train.config import PACKAGE, TrainConfig
+from selfdraft.scripts import cli
+from selfdraft.train.config import PACKAGE, ConfigError, TrainConfig, load_config
 
 DOCS = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md"))]
 SECTIONS = {"target", "head", "data", "optim", "schedule", "tracking"}
@@ -62,3 +66,89 @@ def test_every_key_is_read_somewhere():
         if key.rpartition(".")[2] not in read and key.partition(".")[0] not in loaded_whole
     ]
     assert sections and dead == []
+
+
+# -- flags ---------------------------------------------------------------------------------------
+
+COMMAND = re.compile(r"scripts/(\w+)\.py((?:[^`\n\\]|\\\n)*)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+FLAGS = sorted(
+    {
+        (command[1], flag)
+        for page in (*DOCS, PACKAGE / "Makefile")
+        for command in COMMAND.finditer(page.read_text())
+        for flag in FLAG.findall(command[2])
+    }
+)
+
+
+def test_flags_are_found():
+    assert {("generate", "--compare"), ("bench", "--against"), ("show_mask", "--rows")} <= {*FLAGS}
+
+
+@pytest.mark.parametrize("script", sorted({script for script, _ in FLAGS}))
+def test_documented_flags_exist(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["selfdraft"])  # put back afterwards
+    with pytest.raises(SystemExit):
+        cli.main([script.replace("_", "-"), "--help"])
+    known = set(FLAG.findall(capsys.readouterr().out))
+    assert {flag for name, flag in FLAGS if name == script} <= known
+
+
+# -- values --------------------------------------------------------------------------------------
+
+TINY = PACKAGE / "configs" / "tiny.yaml"
+VALUES = ["true", "false", "2", "5", "0.25", "x", "[0.5, 0.75]", "[1]"]
+VALUES += ["auto", "pre", "post", "tv", "[{temperature: 0.5}]", "{model_type: gpt2}"]
+SOURCES = {"target.model"}  # stands in place of target.random
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and f"{prefix}{key}" in KEYS and value
+        below = leaves(value, f"{prefix}{key}.") if nested else {}
+        found |= below if below and below.keys() <= KEYS.keys() else {f"{prefix}{key}": value}
+    return found
+
+
+def values(kind: str, key: str) -> list[str]:
+    """`VALUES`, and the names that a key of few values knows."""
+    section = HEADS[kind].Config if key.startswith("head.") else KEYS[key]
+    known = get_args(section.model_fields[key.rpartition(".")[2]].annotation)
+    return [*VALUES, *(name for name in known if isinstance(name, str))]
+
+
+def changed_by(kind: str, key: str, value: str) -> set[str]:
+    """Keys of the resolved config that an override changes; none where it is refused."""
+    try:
+        config = load_config(TINY, [f"head.kind={kind}", f"{key}={value}"])
+    except ConfigError:
+        return set()
+    before = leaves(load_config(TINY, [f"head.kind={kind}"]).model_dump(mode="json"))
+    after = leaves(config.model_dump(mode="json"))
+    return {name for name in after if after[name] != before.get(name)}
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_every_key_takes_another_value_and_changes_itself_alone(kind):
+    base = load_config(TINY, [f"head.kind={kind}"]).model_dump(mode="json")
+    for key in leaves(base).keys() - SOURCES - {"head.kind"}:
+        assert any(changed_by(kind, key, value) == {key} for value in values(kind, key)), key
+
+
+# -- code ----------------------------------------------------------------------------------------
+
+
+def test_the_readmes_code_runs(tmp_path, monkeypatch, capsys):
+    """On the tiny target, in place of the quickstart's heads."""
+    train(make_config(tmp_path, output_dir=str(tmp_path / "runs" / "quickstart")))
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)
+    whole = [block for block in code if "import" in block]
+    assert whole
+    capsys.readouterr()
+    for block in whole:
+        exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launch import TESTS, finish, start, write_config, zero2
+from offline import offline_runs
 from safetensors.torch import load_file
 from training import WORDS, make_config, metrics, train
 from worker import work
@@ -22,15 +23,17 @@ WORKER = TESTS / "worker.py"
 DOUBLE = {"steps": 20, "eval_every": 20, "save_every": 20}
 SINGLE = {"steps": 4, "eval_every": 4, "save_every": 2, "keep_last": -1}
 UNEVEN = {"steps": 4, "eval_every": 2, "save_every": 3, "accumulate": 3}
+OFFLINE = {"tracker": "wandb", "mode": "offline", "samples": 1}
 SPLITS = {"whole": {"batch_size": 4}, "deep": {"batch_size": 1, "accumulate": 4}}
 
 
 def write_unlike_rows(path: Path, rows: int) -> None:
-    """Chats whose answers have from 1 to 70 tokens."""
+    """Chats whose answers have from 1 to 70 tokens; a further one has nothing to learn from."""
     dice = random.Random(1)
     with path.open("w") as file:
-        for row in range(rows):
+        for row in range(rows + 1):
             answer = " ".join(dice.choices(WORDS, k=1 if row % 3 else dice.randint(12, 18)))
+            answer = answer if row < rows else ""
             turns = [("user", f"question {row}"), ("assistant", answer)]
             messages = [{"role": role, "content": content} for role, content in turns]
             file.write(json.dumps({"messages": messages}) + "\n")
@@ -84,7 +87,7 @@ def two(runs) -> Runs:
     jobs = [
         runs.job("double-two", True, schedule={**DOUBLE, "batch_size": 2}),
         runs.job("single-two", False, schedule={**SINGLE, "batch_size": 2}),
-        runs.job("uneven", False, rows=9, schedule={**UNEVEN, "batch_size": 2}),
+        runs.job("uneven", False, rows=9, schedule={**UNEVEN, "batch_size": 2}, tracking=OFFLINE),
         runs.job("ended", False, schedule={"steps": 10**6, "batch_size": 2}),
     ]
     file = runs.root / "jobs.json"
@@ -100,18 +103,19 @@ def two(runs) -> Runs:
     return runs
 
 
-@pytest.fixture(scope="module")
-def zero(runs) -> Runs:
-    """DeepSpeed ZeRO-2 in two CPU processes, which goes on from step 2 of one process.  (A process
-    holds one such run: DeepSpeed keeps the groups of its first.)"""
-    later = runs.root / "zero"
-    shutil.copytree(runs.root / "single-whole", later)
-    shutil.rmtree(later / "run" / "checkpoints" / "step-4")
-    schedule = {**SINGLE, "batch_size": 2}
-    file = runs.root / "zero.json"
-    file.write_text(json.dumps([runs.job("zero", False, schedule=schedule, resume="latest")]))
-    finish(start(2, WORKER, str(file), **zero2(runs.root)), seconds=400)
-    return runs
+@pytest.fixture(scope="module", params=["zero", "fsdp2"])
+def cut(runs, request) -> tuple[Runs, str]:
+    """DeepSpeed ZeRO-2 or FSDP2 in two CPU processes of 2 micro-steps, going on from step 2 of one
+    process.  (A process holds one such run: DeepSpeed keeps the groups of its first.)"""
+    name = request.param
+    shutil.copytree(runs.root / "single-whole", runs.root / name)
+    shutil.rmtree(runs.root / name / "run" / "checkpoints" / "step-4")
+    schedule = {**SINGLE, "batch_size": 1}
+    file = runs.root / f"{name}.json"
+    file.write_text(json.dumps([runs.job(name, False, schedule=schedule, resume="latest")]))
+    launched = zero2(runs.root) if name == "zero" else {"FSDP2_ON_CPU": "1"}
+    finish(start(2, WORKER, str(file), **launched), seconds=400)
+    return runs, name
 
 
 def assert_equal_in_double(one: dict, other: dict) -> None:
@@ -156,6 +160,15 @@ def test_rows_that_fill_no_batch_stop_no_process(two):
     assert [number for number, _ in saved] == [4, 3]
 
 
+def test_two_processes_are_one_run_of_wandb(two):
+    """The figures of both, one axis, the final head."""
+    (run,) = offline_runs(two.root / "uneven" / "run")
+    assert run.steps == [1, 2, 3, 4] and run.artifacts
+    lines = [line for line in metrics(two.root / "uneven" / "run") if "loss" in line]
+    sent = [point["loss"] for point in run.points if "loss" in point]
+    assert sent == pytest.approx([line["loss"] for line in lines])
+
+
 def test_a_signal_to_the_launcher_saves_the_step_and_one_process_goes_on(two, capsys):
     """Four rows a step are kept; data order and learning rate go on."""
     folder = two.root / "ended"
@@ -171,18 +184,20 @@ def test_a_signal_to_the_launcher_saves_the_step_and_one_process_goes_on(two, ca
     assert rows[:20] == two.rows("double-whole")[: len(rows)]
 
 
-def test_zero2_goes_on_from_the_checkpoint_of_one_process(zero):
+def test_a_cut_head_goes_on_from_the_checkpoint_of_one_process(cut):
     """The gradient of its first step, learning rates, norms, losses and what it holds out."""
-    assert_equal_gradients(zero.gradient("single-whole", step=3), zero.gradient("zero"))
-    lines = [metrics(zero.root / name / "run") for name in ("single-whole", "zero")]
+    runs, name = cut
+    assert_equal_gradients(runs.gradient("single-whole", step=3), runs.gradient(name))
+    lines = [metrics(runs.root / run / "run") for run in ("single-whole", name)]
     for line, other in zip(*lines, strict=True):
         for key in {"rows", "lr", "loss", "loss_k", "top1_k", "grad_norm"} & line.keys():
             assert other[key] == pytest.approx(line[key], rel=1e-4), (key, line["step"])
 
 
-def test_the_checkpoint_of_zero2_is_that_of_one_process(zero):
+def test_the_checkpoint_of_a_cut_head_is_that_of_one_process(cut):
     """Weights, and moments whole and by the parameter's place, which any engine takes up."""
-    folders = [zero.root / name / "run" / "checkpoints" for name in ("single-whole", "zero")]
+    runs, name = cut
+    folders = [runs.root / run / "run" / "checkpoints" for run in ("single-whole", name)]
     expected, found = (checkpoint.load(folder / "step-4") for folder in folders)
     torch.testing.assert_close(found.weights(), expected.weights(), rtol=1e-4, atol=1e-5)
     states = [saved.optimizer()["state"] for saved in (expected, found)]

@@ -4,12 +4,15 @@ import shlex
 import subprocess
 import sys
 from itertools import takewhile
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from launch import environment, write_config
 from training import make_config, metrics
 
+from selfdraft.heads.errors import InputError
+from selfdraft.train import setup
 from selfdraft.train.config import PACKAGE
 
 RECIPES = sorted((PACKAGE / "configs" / "accelerate").rglob("*.yaml"))
@@ -58,6 +61,19 @@ def test_accelerate_accepts_the_launch_line(recipe, monkeypatch):
     parser_keys = set(vars(arguments))
     for section in ("deepspeed_config", "fsdp_config"):
         assert set(given.get(section, {})) <= parser_keys
+
+
+def test_launches_that_would_be_ignored_or_fail_are_refused(tmp_path, monkeypatch, target):
+    """R11: ZeRO-3 would empty the target; accelerate ignores FSDP on a CPU."""
+    config = make_config(tmp_path)
+    for settings in ({"stage": 3}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}):
+        plugin = SimpleNamespace(deepspeed_config={"zero_optimization": settings})
+        accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+        with pytest.raises(InputError, match=r"ZeRO stage \d or an offloaded.*\nUse stage 2"):
+            setup._set_up_deepspeed(accelerator, config, autocast=False)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(InputError, match=r"FSDP is asked for.*\nLaunch with torchrun"):
+        setup.make_accelerator(config, target)
 
 
 def test_zero2_on_a_cpu_runs_as_its_first_line_says(tmp_path):

@@ -179,6 +179,16 @@ def test_a_resumed_run_keeps_its_id(tmp_path, fake):
     assert first["id"] == second["id"] == saved and second["resume"] == "allow"
 
 
+def test_a_lost_id_gives_a_new_run(tmp_path, fake):
+    """W2: a checkpoint of a run that tracked nothing, or whose id is gone."""
+    train(make_config(tmp_path))
+    later = make_config(tmp_path, tracking=WANDB, resume="latest", schedule={"steps": 8})
+    assert train(later).step == 8
+    (options,) = fake.calls
+    assert options["id"] == checkpoint.latest(tmp_path / "run").state["tracker_id"]
+    assert [point["step"] for point in fake.points if "loss" in point] == [7, 8]
+
+
 def test_a_tracker_that_fails_is_one_warning(tmp_path, fake, monkeypatch):
     """W4 (d)."""
 

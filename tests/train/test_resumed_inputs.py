@@ -1,0 +1,59 @@
+"""A run goes on with the target and the rows that it was trained on; the target is kept nowhere."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from training import LLAMA, make_config, save_target, train
+
+from selfdraft.heads.errors import InputError
+from selfdraft.train.checkpoint import latest
+
+
+def test_a_checkpoint_holds_the_head_and_its_moments_alone(tmp_path):
+    """C6: of a target 20 times the head no tensor; and a changed target is not resumed."""
+    base, schedule = tmp_path / "base", {"steps": 2, "save_every": 2, "eval_every": 2}
+    save_target(base, {**LLAMA, "num_hidden_layers": 8, "intermediate_size": 256})
+    target = {"random": None, "model": str(base)}
+    head = {"kind": "hydra", "depth": 1, "width": 16, "draft_vocab": 64}
+    run = {"target": target, "head": head, "schedule": schedule}
+    train(make_config(tmp_path, **run))
+    folder = latest(tmp_path / "run").folder
+    weights = load_file(folder / "model.safetensors")
+    floats = sum(t.numel() for name, t in weights.items() if name != "draft_ids")
+    whole = load_file(base / "model.safetensors")
+    assert sum(t.numel() for t in whole.values()) > 20 * floats
+    assert weights.keys() == load_file(tmp_path / "run" / "model.safetensors").keys()
+    moments = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    shapes = [tuple(state["exp_avg"].shape) for state in moments.values()]
+    assert sorted(shapes) == sorted(tuple(weights[n].shape) for n in weights if n != "draft_ids")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 3 * 4 * floats + 60_000
+
+    more = {**run, "schedule": {**schedule, "steps": 4}, "resume": "latest"}
+    with pytest.warns(UserWarning, match="made with a float32 target; this one is bfloat16"):
+        train(make_config(tmp_path, **more | {"target": {**target, "dtype": "bfloat16"}}))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    whole["model.layers.3.mlp.up_proj.weight"][5, 7] += 0.01
+    save_file(whole, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"made for another target .*other weights .fingerprint"):
+        train(make_config(tmp_path, **more))
+
+
+def test_a_resume_that_would_see_other_rows_warns(tmp_path, recwarn):
+    """A changed file or order; an unchanged one says nothing."""
+    config = make_config(tmp_path)
+    train(config)
+
+    def again(**data) -> None:
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+        train(make_config(tmp_path, data=data, resume="latest"))
+
+    again()
+    assert not [warning for warning in recwarn if "trained with other" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"step-3 was trained with other data\.bucket: from here"):
+        again(bucket=2)
+    path = tmp_path / "data.jsonl"
+    path.write_text(path.read_text().replace("dog", "cow"))
+    with pytest.warns(UserWarning, match="trained with other rows: from here on"):
+        again()
