@@ -20,14 +20,19 @@ Make = Callable[[Tensor, Tensor | None], Product]
 ROWS_HINT = 8  # the width oneDNN is asked to lay the weight out for
 
 
-@cache
-def packing_available() -> bool:
-    """True when this PyTorch has the operators and they compute the right product."""
+def works(make: Make, tolerance: float) -> bool:
+    """True when this PyTorch has the operators of `make` and they compute the right product."""
+    weight, x = torch.randn(32, 64), torch.randn(3, 64)
     try:
-        weight, x = torch.randn(24, 16), torch.randn(3, 16)
-        return torch.allclose(_packed(weight, None)(x), x @ weight.T, atol=1e-4)
+        return torch.allclose(make(weight, None)(x), x @ weight.T, atol=tolerance)
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
+
+
+@cache
+def packing_available() -> bool:
+    """True when linears can be packed."""
+    return works(_packed, 1e-4)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Product:

@@ -9,7 +9,6 @@ absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -22,15 +21,11 @@ VECTOR = 32  # elements that the operator reads at once, at most
 
 @cache
 def rounding_available() -> bool:
-    """True when this PyTorch has the operator and it computes the right product."""
-    try:
-        weight, x = torch.randn(32, 64), torch.randn(3, 64)
-        return torch.allclose(_rounded(weight, None)(x), x @ weight.T, atol=0.5)
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        return False
+    """True when weights can be rounded."""
+    return packed.works(_rounded, 0.5)
 
 
-def product(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def product(weight: Tensor, bias: Tensor | None = None) -> packed.Product:
     """x [.., in] -> x W^T + bias [.., out] for drafting: rounded where possible, else packed, else
     PyTorch's own.  No gradient passes through it."""
     return _rounded(weight, bias) if _roundable(weight) else packed.product(weight, bias)
@@ -44,7 +39,7 @@ def _roundable(weight: Tensor) -> bool:
     return bool(weight.isfinite().all())
 
 
-def _rounded(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _rounded(weight: Tensor, bias: Tensor | None) -> packed.Product:
     weight = weight.detach()
     scale_out = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     rounded = (weight / scale_out[:, None]).round().to(torch.int8)
