@@ -25,12 +25,13 @@ from rich.table import Table
 from torch import nn
 
 from selfdraft.heads import HEADS
-from selfdraft.heads.errors import InputError, exit_code, nearest
+from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.heads.layers import ResidualBlock
 from selfdraft.heads.losses import loss_rows
 from selfdraft.heads.objectives import CHUNK
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts.bench_report import conditions, write
+from selfdraft.scripts.experiments import with_kind
 from selfdraft.train import setup
 from selfdraft.train.config import TrainConfig, load_config
 from selfdraft.train.data import check_data, load_documents
@@ -65,14 +66,6 @@ class Timed(FeatureSource):
     def expect(self, documents: list[Document]) -> None:
         """See `FeatureSource.expect`."""
         self.source.expect(documents)
-
-
-def with_kind(config: TrainConfig, kind: str) -> TrainConfig:
-    """The config with a head of `kind` of the same depth, taps and draft vocabulary."""
-    if config.head.kind == kind:
-        return config
-    shared = {key: getattr(config.head, key) for key in ("depth", "taps", "draft_vocab", "loss")}
-    return config.model_copy(update={"head": HEADS[kind].Config(kind=kind, **shared)})
 
 
 def our_step(config: TrainConfig, target: TargetModel, mode: str) -> tuple[Step, Timed]:
@@ -207,13 +200,11 @@ def run(options: argparse.Namespace) -> int:
     """Measures everything that is asked for and prints it; one figure alone is printed as JSON."""
     config = load_config(options.config, options.overrides)
     kinds = options.kinds.split(",") if options.kinds else sorted(HEADS)
-    for kind in kinds:
-        if kind not in HEADS:
-            raise InputError(f"--kinds {kind!r} is unknown", nearest(kind, HEADS))
+    configs = [with_kind(config, kind) for kind in kinds]
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}", "Time one step or more.")
     if options.mode:
-        print(json.dumps(measure(with_kind(config, kinds[0]), options.mode, options.steps)))
+        print(json.dumps(measure(configs[0], options.mode, options.steps)))
         return 0
     rows = [in_a_process(options, config.head.kind, "yardstick")]
     for kind in kinds:

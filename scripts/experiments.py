@@ -100,19 +100,24 @@ def schedule(options: argparse.Namespace, steps: int | None = None) -> list[str]
 
 
 def kinds(options: argparse.Namespace, names: list[str], limits: list[str]) -> list[Variant]:
-    """The config with a head of each kind, of the same depth, taps, draft vocabulary and loss."""
+    """The config with a head of each kind."""
     base = load_config(options.config, options.overrides + limits)
-    shared = {name: getattr(base.head, name) for name in HeadConfig.model_fields}
-    found = []
-    for kind in names:
-        if kind not in HEADS:
-            raise InputError(f"--kinds {kind!r} is unknown", nearest(kind, HEADS))
-        head = base.head
-        if kind != head.kind:
-            head = HEADS[kind].Config(**(shared | {"kind": kind}))
-        config = base.model_copy(update={"head": head})
-        found.append(make_variant(kind, base, config, Path(options.output)))
-    return found
+    output = Path(options.output)
+    return [make_variant(kind, base, with_kind(base, kind), output) for kind in names]
+
+
+def with_kind(config: TrainConfig, kind: str) -> TrainConfig:
+    """The config with a head of `kind`, of the same depth, taps, draft vocabulary and loss.
+
+    Raises:
+        InputError: no such kind.
+    """
+    if kind not in HEADS:
+        raise InputError(f"--kinds {kind!r} is unknown", nearest(kind, HEADS))
+    if kind == config.head.kind:
+        return config
+    shared = {name: getattr(config.head, name) for name in HeadConfig.model_fields}
+    return config.model_copy(update={"head": HEADS[kind].Config(**(shared | {"kind": kind}))})
 
 
 def read_variants(path: Path) -> dict[str, dict[str, Any]]:
