@@ -8,6 +8,8 @@ zeroing it would still give it weight e^0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,14 +33,25 @@ class SlotCache(Cache):
         end: slots in use by the current forward.
     """
 
+    _rows = slice(None)  # that the current forward reads and writes
+
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
-        self.lengths = [0] * rows
+        self.lengths, self._count = [0] * rows, rows
         self.capacity = _round_up(capacity)
         self._slots: Tensor | slice = slice(0, 0)
         self.end = 0
+
+    @contextmanager
+    def only(self, rows: slice) -> Iterator[None]:
+        """Inside, this is the cache of `rows` alone."""
+        everything, self.lengths, self._rows = self.lengths, self.lengths[rows], rows
+        try:
+            yield
+        finally:
+            everything[rows], self.lengths, self._rows = self.lengths, everything, slice(None)
 
     def open(self, nodes: int, device: torch.device) -> Tensor:
         """Announces the next forward over `nodes` nodes a row.
@@ -68,9 +81,10 @@ class SlotCache(Cache):
     def _write(self, buffers: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
         buffer = buffers[layer]
         if buffer is None:
-            rows, heads, _, width = new.shape
-            buffer = new.new_zeros(rows, heads, self.capacity, width)
+            _, heads, _, width = new.shape
+            buffer = new.new_zeros(self._count, heads, self.capacity, width)
             buffers[layer] = buffer
+        buffer = buffer[self._rows]
         if isinstance(self._slots, slice):
             buffer[:, :, self._slots] = new
         else:
@@ -102,7 +116,7 @@ class SlotCache(Cache):
                 for new, old in moved if in_place else []:
                     buffer[new] = buffer[old]
                 buffers[layer] = buffer[: len(rows)] if in_place else buffer[rows]
-        self.lengths = [self.lengths[row] for row in rows]
+        self.lengths, self._count = [self.lengths[row] for row in rows], len(rows)
 
     def _grow(self, capacity: int) -> None:
         for buffers in (self.keys, self.values):

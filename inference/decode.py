@@ -101,6 +101,7 @@ class Batch:
         stats: Stats,
         record: Record | None = None,
     ) -> None:
+        rows = sorted(rows, key=lambda row: len(row.prompt))  # so that like ones are read together
         self.target, self.drafter, self.rows = target, drafter, rows
         self.plan, self.stats, self.record = plan, stats, record
         self.taps = sorted({*drafter.taps, *(record.taps if record else [])})

@@ -20,12 +20,11 @@ from .attention import use_grouped_attention
 from .cache import SlotCache
 from .masks import layer_kinds, sliding_window, slot_masks
 from .offload import home, in_memory
+from .prefill import prefill
 from .probe import probe_target
 from .projection import Projection
 from .taps import decoder_layers, tapped
 from .weights import target_weights
-
-PREFILL_CHUNK = 512  # tokens a forward of a long prompt, so that its mask stays small
 
 
 class TargetModel:
@@ -242,15 +241,9 @@ class TargetModel:
     def prefill(
         self, ids_BT: Tensor, lengths: list[int], cache: SlotCache, taps: list[int]
     ) -> Features:
-        """Reads right-padded prompts into an empty cache; returns the features of all tokens."""
-        parts = []
-        for chunk_BN in ids_BT.split(PREFILL_CHUNK, dim=1):
-            nodes = chunk_BN.shape[1]
-            causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-            parts.append(self.forward(chunk_BN, cache, causal[None], None, taps))
-            cache.lengths = [length + nodes for length in cache.lengths]
-        cache.lengths = list(lengths)
-        return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        """Reads right-padded prompts into an empty cache; returns the features of all tokens.  It
+        pays to sort rows by length, see `prefill.like_lengths`."""
+        return prefill(self.forward, ids_BT, lengths, cache, taps)
 
     def forward(
         self,
