@@ -3,10 +3,11 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .base import HEADS, Head, HeadConfig, TargetSpec, register
+from .base import HEADS, Head, HeadConfig, register
 from .checkpoint import load_head, save_head
 from .draft import Draft, Plan
 from .errors import InputError
+from .spec import TargetSpec
 
 # A file in this folder that registers a kind is all that a new kind needs.
 for _module in iter_modules(__path__):

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from .base import HEADS, Head, TargetSpec
+from .base import HEADS, Head
 from .errors import InputError, nearest
+from .spec import TargetSpec
 
 FORMAT = 1
 WEIGHTS, DESCRIPTION = "model.safetensors", "head.json"

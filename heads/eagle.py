@@ -14,9 +14,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import TargetSpec, TargetWeights, register
+from .base import register
 from .protocols import Features
 from .sequence import Cell, SequenceConfig, SequenceHead
+from .spec import TargetSpec, TargetWeights
 
 
 class EagleConfig(SequenceConfig):

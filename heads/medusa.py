@@ -11,9 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Head, HeadConfig, LastFeatures, TargetSpec, TargetWeights, register
+from .base import Head, HeadConfig, LastFeatures, register
 from .layers import ResidualBlock, TapNorm
 from .protocols import Features
+from .spec import TargetSpec, TargetWeights
 
 
 class MedusaConfig(HeadConfig):

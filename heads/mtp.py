@@ -20,11 +20,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .base import TargetSpec, TargetWeights, register
+from .base import register
 from .kv import KVBuffer
 from .layers import RMSNorm
 from .protocols import Features
 from .sequence import Cell, Memory, SequenceConfig, SequenceHead, row_mask
+from .spec import TargetSpec, TargetWeights
 
 Look = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(module, its new keys, values) -> keys, values and mask that the new tokens attend to."""

@@ -17,10 +17,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Head, HeadConfig, TargetSpec, TargetWeights, tap_layers
+from .base import Head, HeadConfig, tap_layers
 from .kv import KVBuffer
 from .layers import DecoderLayer, RMSNorm, TapNorm
 from .protocols import Features
+from .spec import TargetSpec, TargetWeights
 
 COPIED = ("q_proj", "k_proj", "v_proj", "mlp_norm", "gate_proj", "up_proj")
 

@@ -37,10 +37,21 @@ class Vocabulary(Protocol):
 class Grower(Protocol):
     """What drafts are grown from: a `Head`, or anything else with these of its parts."""
 
-    max_depth: int
-    trees: bool
-    draft_ids: Tensor | None
-    sharpness: list[float] | None
+    @property
+    def max_depth(self) -> int:
+        """See `Drafter`."""
+
+    @property
+    def trees(self) -> bool:
+        """See `Head`."""
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """[V] or [B, V] target ids of the columns of the logits; None for all."""
+
+    @property
+    def sharpness(self) -> list[float] | None:
+        """See `calibration.sharpness`."""
 
     @property
     def spec(self) -> Vocabulary:

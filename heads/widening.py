@@ -113,6 +113,7 @@ def _with_new(
     head: Head, further: list[list[int]], ids_BT: Tensor, count_B: Tensor
 ) -> list[list[int]]:
     """The further ids of each row and those that are new among its next `count_B` ones."""
+    assert head.draft_ids is not None
     outside_BT = (~torch.isin(ids_BT, head.draft_ids)).tolist()
     rows = zip(further, ids_BT.tolist(), outside_BT, count_B.tolist(), strict=True)
     result = []

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ..heads.base import TargetWeights
 from ..heads.checkpoint import replace_file, sha256
 from ..heads.errors import InputError
+from ..heads.spec import TargetWeights
 from .loading import resolve_device, tokenizer_fingerprint
 from .projection import Projection
 from .target import TargetModel

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.base import TargetSpec
 from ..heads.errors import InputError
 from ..heads.protocols import Features
+from ..heads.spec import TargetSpec
 from . import loading, packed
 from .adapters import has_adapter_layers
 from .attention import use_grouped_attention

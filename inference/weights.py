@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.base import TargetWeights
+from ..heads.spec import TargetWeights
 from .offload import in_memory
 
 LINEARS = (

@@ -12,8 +12,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfdraft.heads import HEADS, InputError, load_head, objectives, save_head
-from selfdraft.heads.base import Head, TargetWeights, tap_layers
+from selfdraft.heads.base import Head, tap_layers
 from selfdraft.heads.losses import loss_rows
+from selfdraft.heads.spec import TargetWeights
 from selfdraft.inference.target import TargetModel
 
 DEPTH = 3

@@ -181,4 +181,6 @@ def test_evaluations_are_logged_with_both(tmp_path):
     train(make_config(tmp_path))
     evals = [line["eval"] for line in metrics(tmp_path / "run") if "eval" in line]
     assert all(e["tau_t1"] == pytest.approx(1 + sum(e["tau_t1_by_depth"])) for e in evals)
-    assert {"tau", "tau_by_depth", "tau_t1", "tau_t1_by_depth", "top1", "loss"} == set(evals[0])
+    assert {"tau", "tau_by_depth", "tau_t1", "tau_t1_by_depth", "top1", "loss", "sharpness"} == set(
+        evals[0]
+    )
