@@ -28,7 +28,7 @@ quickstart: $(VENV)/.installed ## train heads on a small real model and time the
 	$(PY) scripts/prepare_data.py configs/quickstart.yaml
 	$(LAUNCH) train.py configs/quickstart.yaml
 	$(PY) scripts/bench.py runs/quickstart --prompts configs/prompts/bench.jsonl \
-		--limit 8 --max-new-tokens 64 --against plain,hf,ngram,heads --json runs/quickstart/bench.json
+		--limit 6 --max-new-tokens 64 --against plain,hf,ngram,heads --json runs/quickstart/bench.json
 
 test: lint ## ruff, mypy and pytest
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(CPUS) --dist worksteal
