@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from fixtures import (
-    CLOSE,
     EOS,
     LLAMA,
     PROMPTS,
@@ -14,7 +13,6 @@ from fixtures import (
     batch_of,
     double,
     plain,
-    precise,
     stock,
     tiny,
 )
@@ -22,7 +20,6 @@ from torch import nn
 
 from selfdraft.heads import InputError
 from selfdraft.inference import packed
-from selfdraft.inference import prefill as prefill_module
 from selfdraft.inference.target import TargetModel
 
 RECURRENT = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
@@ -92,40 +89,6 @@ def test_plain_greedy_is_transformers_generate(name: str) -> None:
             pad_token_id=EOS, use_cache=True,
         )  # fmt: skip
         assert ours == theirs[0, len(ids) :].tolist()
-
-
-ALONE = torch.ones(1, 1, 1, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("together", [1000, 45])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
-def test_prefill_in_parts_equals_one_pass(name: str, together: int, monkeypatch) -> None:
-    """In chunks, and all rows together or the middle ones."""
-    target, lengths = precise(name), [37, 8, 20, 1]
-    batch = batch_of(lengths)
-    whole = target.features(batch["ids"], batch["length"], [0, 2])
-    monkeypatch.setattr(prefill_module, "CHUNK", 8)
-    monkeypatch.setattr(prefill_module, "TOGETHER", together)
-    cache = target.new_cache(4, 64)
-    with torch.no_grad():
-        chunked = target.prefill(batch["ids"], lengths, cache, [0, 2])
-        following = target.forward(batch["ids"][:, :1], cache, ALONE, None, [])["hidden"]
-    assert cache.lengths == lengths
-    for row, length in enumerate(lengths):
-        for name_ in whole:
-            got, expected = chunked[name_][row, :length], whole[name_][row, :length]
-            torch.testing.assert_close(got, expected, **CLOSE[target.dtype])
-        # The cache is the row's own.
-        longer = torch.cat([batch["ids"][row, :length], batch["ids"][row, :1]])[None]
-        expected = target.features(longer, torch.tensor([length + 1]), [])["hidden"][0, -1]
-        torch.testing.assert_close(following[row, 0], expected, **CLOSE[target.dtype])
-
-
-def test_rows_of_like_length_are_read_together() -> None:
-    lengths = [10, 60, 74, 77, 400, 490, 700, 5000, 5000, 9000]
-    groups = [lengths[rows] for rows in prefill_module.like_lengths(lengths)]
-    assert groups == [[10, 60, 74], [77], [400, 490], [700], [5000], [5000], [9000]]
-    assert prefill_module.like_lengths([7]) == [slice(0, 1)]
 
 
 def test_a_rows_features_do_not_depend_on_the_others() -> None:
