@@ -26,8 +26,8 @@ TREE_NODES = 16
 """Nodes of a default tree at most; most rounds stop sooner, where a node no longer pays."""
 WORTH = 0.1
 """`Plan.worth` of a default tree.  With SmolLM2-135M on two CPU cores one more node takes 0.05 of a
-forward and a speedup of 1.6 is usual, which makes it 0.08; 0.08 and 0.10 were equally fast there.  A
-GPU's nodes are cheaper."""
+forward and a speedup of 1.6 is usual, which makes it 0.08; 0.08 and 0.10 were equally fast there.
+A GPU's nodes are cheaper."""
 
 
 def local_folder(heads: str) -> Path:
