@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from pathlib import Path
@@ -122,8 +123,18 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     _check_tensors(head, tensors, folder)
     head.load_state_dict(tensors)
     head.trained_length = description.get("trained_length")
-    head.sharpness = description.get("sharpness")
+    head.sharpness = _sharpness(description.get("sharpness"), config.depth, folder)
     return head.requires_grad_(False).eval().to(spec.device, spec.dtype)
+
+
+def _sharpness(found: Any, depth: int, folder: Path) -> list[float] | None:
+    numbers = isinstance(found, list) and all(isinstance(x, int | float) for x in found)
+    whole = numbers and len(found) == depth and all(0 < x < math.inf for x in found)
+    if found is None or whole:
+        return found
+    raise InputError(
+        f"{folder}/{DESCRIPTION}: sharpness is {found!r}", f"Give {depth} numbers above 0, or null."
+    )
 
 
 def check_target(

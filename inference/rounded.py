@@ -17,6 +17,7 @@ from torch import Tensor
 from . import packed
 
 VECTOR = 32  # elements that the operator reads at once, at most
+TINY = torch.finfo(torch.float32).tiny
 
 
 @cache
@@ -41,9 +42,8 @@ def _roundable(weight: Tensor) -> bool:
 
 def _rounded(weight: Tensor, bias: Tensor | None) -> packed.Product:
     weight = weight.detach()
-    scale_out = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    rounded = (weight / scale_out[:, None]).round().to(torch.int8)
-    scale_bf16 = scale_out.bfloat16()
+    scale_bf16 = (weight.abs().amax(1) / 127).clamp_min(TINY).bfloat16()
+    rounded = (weight / scale_bf16.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
     operator = torch.ops.aten._weight_int8pack_mm
 
     def apply(x: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def _walk(
                 probability = float(law_V[token] / proposal_V[token])
             else:
                 probability = float(law_V[token])
-            if noise.bernoulli(min(1.0, probability), row, child):
+            # In this order NaN stays NaN, and nothing is accepted where there is no law.
+            if noise.bernoulli(min(probability, 1.0), row, child):
                 accepted = child
                 break
             if drawn[child]:

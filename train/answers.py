@@ -219,6 +219,7 @@ def _row(request: Request, ids: list[int], target: TargetModel) -> dict[str, Any
         "answer_ids": ids,
         "answer": target.tokenizer.decode(ids, skip_special_tokens=True),
         "temperature": request.answer.temperature,
+        "top_p": request.answer.top_p,
         "seed": request.seed,
         "prompt_index": request.prompt_index,
     }

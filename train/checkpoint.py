@@ -187,8 +187,13 @@ def find_resume(config: TrainConfig) -> Checkpoint | None:
 
 
 def _check_head(saved: dict[str, Any], config: TrainConfig, where: Path) -> None:
+    # Fields that are younger than the checkpoint have their defaults.
+    defaults = {
+        key: f.get_default(call_default_factory=True)
+        for key, f in type(config.head).model_fields.items()
+    }
     met = {"kind": config.head.kind, **config.head.model_dump()}
-    trained = {"kind": saved["kind"], **saved["config"]}
+    trained = defaults | {"kind": saved["kind"], **saved["config"]}
     for key in met | trained:
         if met.get(key) != trained.get(key):
             raise InputError(

@@ -190,7 +190,9 @@ def _document(
     mask = [False] * len(prompt) + [True] * len(answer)
     key = prompt_key(prompt_messages(row)) if "prompt" in row else str(prompt)
     temperature = row.get("temperature")
-    known = float(temperature) if isinstance(temperature, int | float) else None
+    # A law that top-p has cut is that of no temperature.
+    whole = temperature == 0 or row.get("top_p", 1.0) == 1.0
+    known = float(temperature) if isinstance(temperature, int | float) and whole else None
     return Document(prompt + answer, mask, known, number, key)
 
 

@@ -21,11 +21,12 @@ class _Loader(yaml.SafeLoader):
         """A dict; keys met twice are noted in `duplicates`."""
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
                 line = key.start_mark.line + 1
                 self.duplicates.append(f"{key.value}: this key is given twice (line {line})")
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
@@ -48,7 +49,8 @@ def parse_yaml(text: str) -> tuple[Any, list[str]]:
     try:
         loader = _Loader(text)
         return loader.get_single_data(), loader.duplicates
-    except (yaml.YAMLError, ValueError) as error:
+    # A tag such as !!bool on another value is met as whatever its constructor stumbles over.
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         return None, [f"not YAML: {' '.join(str(error).split())}"]
 
 

@@ -114,7 +114,7 @@ class Stepper:
         """
         self._backward(micro, following)
         self.grad_norm = self.engine.step(lr)
-        fine = math.isfinite(self.grad_norm)
+        fine = math.isfinite(self.grad_norm) and self.tally.finite()
         self.skipped = 0 if fine else self.skipped + 1
         if not fine:
             self._report([d for rows in micro for d in rows], step)
@@ -158,7 +158,8 @@ class Stepper:
         if self.skipped >= PATIENCE:
             raise InputError(
                 f"{PATIENCE} steps in a row were not finite; {message}",
-                "Lower optim.lr, or look at the rows that are named; the checkpoints are whole.",
+                "Lower optim.lr, or look at the rows that are named; resume=FOLDER goes on from a "
+                "checkpoint, and those before the first such step are kept.",
             )
         if self.accelerator.is_main_process:
             warnings.warn(message, stacklevel=2)

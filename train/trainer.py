@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..heads import InputError, save_head
-from ..heads.checkpoint import DESCRIPTION, read_description, replace_file
+from ..heads.checkpoint import DESCRIPTION, WEIGHTS, read_description, replace_file, sha256
 from ..inference.target import TargetModel
 from . import checkpoint as checkpoints
 from . import setup
@@ -82,9 +82,13 @@ def _named(config: TrainConfig) -> dict[str, Any]:
 
 
 def best_head(output_dir: str | Path) -> dict[str, Any]:
-    """head.json of the best head so far, which output_dir holds; empty where there is none."""
+    """head.json of the best head so far, which output_dir holds; empty where there is none, or
+    where a kill has torn it from its weights."""
     output = Path(output_dir)
-    return read_description(output) if (output / DESCRIPTION).is_file() else {}
+    if not ((output / DESCRIPTION).is_file() and (output / WEIGHTS).is_file()):
+        return {}
+    found = read_description(output)
+    return found if found["sha256"] == sha256(output / WEIGHTS) else {}
 
 
 class Trainer:
@@ -165,10 +169,11 @@ class Trainer:
                     bar.update()
                     stop = self._agree(received, time.perf_counter() - started)
                     last = self.limits.reached(self.step)
-                    if last or (self.step % schedule.eval_every == 0 and not stop):
+                    if last or self.step % schedule.eval_every == 0:
                         self._evaluate()
                         last = self.limits.reached(self.step)
-                    if last or stop or self.step % schedule.save_every == 0:
+                    due = self.step % schedule.save_every == 0 and not self.stepper.skipped
+                    if last or stop or due:
                         self._save()
                     if stop and not last:
                         name = signal.Signals(stop).name
@@ -281,7 +286,8 @@ class Trainer:
                 **self.limits.state(),
             }
             checkpoints.save(self.output, weights, moments, states, state)
-            checkpoints.prune(self.output, self.config.schedule.keep_last)
+            if not self.stepper.skipped:  # what was before a step that went wrong stays
+                checkpoints.prune(self.output, self.config.schedule.keep_last)
         self.accelerator.wait_for_everyone()
 
     def _agree(self, received: list[int], seconds: float) -> int:

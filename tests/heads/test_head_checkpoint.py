@@ -158,6 +158,9 @@ def test_another_dtype_is_cast_with_a_note(tmp_path: Path) -> None:
         (lambda d: d.pop("format"), "damaged"),
         (lambda d: d.pop("target"), "target"),
         (lambda d: d.update(sha256="0"), "checksum"),
+        (lambda d: d.update(sharpness=[1.0]), "sharpness"),
+        (lambda d: d.update(sharpness="abc"), "sharpness"),
+        (lambda d: d.update(sharpness=[1.0, 0.0, 1.0]), "sharpness"),
     ],
 )
 def test_edits_are_named(change, word: str, tmp_path: Path) -> None:

@@ -46,3 +46,9 @@ def test_odd_widths_are_not_rounded(shape: tuple[int, int]) -> None:
 def test_other_types_are_left_alone() -> None:
     weight, x = torch.randn(4, 32).double(), torch.randn(2, 32).double()
     torch.testing.assert_close(rounded.product(weight)(x), x @ weight.T, rtol=1e-14, atol=1e-14)
+
+
+def test_the_trial_leaves_the_callers_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    assert packed.works(packed.product, 1e-4)
+    assert torch.get_rng_state().equal(before)

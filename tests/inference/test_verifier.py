@@ -75,6 +75,12 @@ def test_a_point_is_accepted_with_its_own_probability() -> None:
     assert noise.laws[0] == pytest.approx([0.625, 0.0, 0.375], abs=1e-15)
 
 
+def test_nothing_is_certain_where_there_is_no_law() -> None:
+    noise = Recorder(False)
+    verify(Draft.chain(torch.tensor([[7, 1]])), torch.full((1, 2, 3), torch.nan), noise)
+    assert noise.asked[0] != noise.asked[0]  # NaN, below which no coin falls
+
+
 def test_each_row_has_its_own_laws() -> None:
     ids = torch.tensor([[7, 1, 0], [7, 0, 0]])
     valid = torch.tensor([[True, True, True], [True, True, False]])

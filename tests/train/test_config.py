@@ -151,6 +151,8 @@ def test_equal_keys(tmp_path):
     path.write_text(path.read_text() + "seed: 1\nseed: 2\n")
     assert "seed" in problems(path)[0]
     assert "twice" in problems(write(tmp_path), "optim={lr: 1, lr: 2}")[0]
+    for text in ("{[1]: 2}", "{{ OUT }}", "!!bool abc", "!!int ''", "!!map [a]", "!!timestamp abc"):
+        assert problems(write(tmp_path), f"output_dir={text}")
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "a: [", "a: b: c", "\x00"])

@@ -147,14 +147,15 @@ def test_optimizer_settings_are_the_configs(copy):
     assert latest(copy / "run").optimizer()["param_groups"][0]["weight_decay"] == 0.25
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_step_and_leaves(unbroken, tmp_path, monkeypatch, capsys, number):
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 4), (signal.SIGINT, 3)])
+def test_a_signal_saves_the_step_and_leaves(unbroken, tmp_path, monkeypatch, capsys, number, at):
+    """Step 4 is evaluated first."""
     shutil.copy(unbroken / "data.jsonl", tmp_path / "data.jsonl")
     real, calls = trainer.Stepper.__call__, []
 
     def signalled(self, *args):
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == at:
             os.kill(os.getpid(), number)
         return real(self, *args)
 
@@ -163,10 +164,33 @@ def test_a_signal_saves_the_step_and_leaves(unbroken, tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit) as caught:
         train(make_config(tmp_path, schedule=SCHEDULE))
     assert caught.value.code == 128 + number and signal.getsignal(number) is before
-    assert latest(tmp_path / "run").step == 3
-    assert f"{number.name}: step 3 is saved" in capsys.readouterr().out
+    assert latest(tmp_path / "run").step == at
+    assert f"{number.name}: step {at} is saved" in capsys.readouterr().out
     train(resumed(tmp_path))
     assert_same_run(unbroken, tmp_path)
+
+
+def test_a_checkpoint_older_than_a_head_field_is_resumed(unbroken, tmp_path):
+    shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
+    keep_until(tmp_path, 4)
+    state = next((tmp_path / "run").glob("checkpoints/step-4/state.json"))
+    found = json.loads(state.read_text())
+    del found["head"]["config"]["low_rank"], found["head"]["config"]["prior"]
+    checkpoint._check_head(found["head"], resumed(tmp_path), state)
+    found["head"]["config"]["prior"] = 8
+    with pytest.raises(InputError, match="prior 8"):
+        checkpoint._check_head(found["head"], resumed(tmp_path), state)
+
+
+def test_a_head_torn_from_its_weights_is_replaced(unbroken, tmp_path):
+    """By the first evaluation of the resumed run, however good the torn one was."""
+    shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
+    keep_until(tmp_path, 4)
+    description = tmp_path / "run" / "head.json"
+    torn = json.loads(description.read_text()) | {"tau": 99.0, "sha256": "0"}
+    description.write_text(json.dumps(torn))
+    train(resumed(tmp_path))
+    assert trainer.best_head(tmp_path / "run")["tau"] < 99
 
 
 # -- what resume does with a folder (F5) ---------------------------------------------------------
