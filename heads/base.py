@@ -48,7 +48,7 @@ class HeadConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     kind: str
     depth: int = Field(4, ge=1, le=16)
-    taps: list[int] = Field(default_factory=list)
+    taps: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     draft_vocab: int | None = Field(8192, ge=1)
     draft_coverage: float | None = Field(None, gt=0, le=1)
     low_rank: int = Field(0, ge=0)

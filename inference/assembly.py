@@ -156,11 +156,12 @@ def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
     plan = asked if isinstance(asked, Plan) else Plan(depth=asked)
     for name, low in (("depth", 0), ("nodes", 0), ("tokens", 1)):
         value = getattr(plan, name)
-        if value is not None and (not isinstance(value, int) or value < low):
+        if value is not None and (type(value) is not int or value < low):
             raise InputError(f"plan {name} is {value!r}", f"Give an integer, {low} or more.")
     for name in ("confidence", "worth"):
-        if not 0 <= getattr(plan, name) <= 1:
-            raise InputError(f"plan {name} is {getattr(plan, name)!r}", "Give a number in [0, 1].")
+        value = getattr(plan, name)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise InputError(f"plan {name} is {value!r}", "Give a number in [0, 1].")
     if plan.tree is not None:
         try:
             plan = replace(plan, tree=tuple(tuple(path) for path in plan.tree))

@@ -133,8 +133,12 @@ class Speculator:
         """
         settings = self._settings(sampling, max_new_tokens)
         ids, _ = prompt_ids(self.target, prompts, chat)
-        if num_return_sequences < 1 or batch_size < 1:
-            raise InputError("num_return_sequences or batch_size is below 1", "Give 1 or more.")
+        for name, value in (
+            ("num_return_sequences", num_return_sequences),
+            ("batch_size", batch_size),
+        ):
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name} is {value!r}", "Give an integer, 1 or more.")
         ids = [row for row in ids for _ in range(num_return_sequences)]
         stop = stop_rule(self.target, stop_strings)
         rows = self._rows(ids, max_new_tokens, seed, stop)

@@ -214,6 +214,15 @@ def test_bad_prompts(prompt: Any, word: str, spec: Speculator) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields", [{"depth": True}, {"nodes": True}, {"confidence": None}, {"worth": "x"}], ids=str
+)
+def test_bad_plans(fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(fields))) as error:
+        Speculator(tiny(), plan=Plan(**fields))
+    assert two_lines(error)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"max_new_tokens": 0},
@@ -229,6 +238,9 @@ def test_bad_prompts(prompt: Any, word: str, spec: Speculator) -> None:
         {"repetition_penalty": 0.0},
         {"num_return_sequences": 0},
         {"batch_size": 0},
+        {"num_return_sequences": 2.0},
+        {"batch_size": None},
+        {"batch_size": True},
         {"stop_strings": [""]},
         {"seed": [1, 2]},
         {"seed": None},
