@@ -220,3 +220,12 @@ def test_trees_beyond_a_window(name: str) -> None:
     prompts = [torch.randint(0, 256, (n,)).tolist() for n in (40, 23)]
     spec = Speculator(target, make("hydra+ngram", target), Plan(4, nodes=9))
     assert spec.generate(prompts, max_new_tokens=24).token_ids == plain(target, prompts, 24)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"depth": True}, {"nodes": True}, {"confidence": None}, {"worth": "x"}], ids=str
+)
+def test_bad_plans(fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(fields))) as error:
+        Speculator(tiny(), plan=Plan(**fields))
+    assert len(str(error.value).splitlines()) == 2

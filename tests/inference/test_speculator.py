@@ -214,15 +214,6 @@ def test_bad_prompts(prompt: Any, word: str, spec: Speculator) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"depth": True}, {"nodes": True}, {"confidence": None}, {"worth": "x"}], ids=str
-)
-def test_bad_plans(fields: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(fields))) as error:
-        Speculator(tiny(), plan=Plan(**fields))
-    assert two_lines(error)
-
-
-@pytest.mark.parametrize(
     "settings",
     [
         {"max_new_tokens": 0},

@@ -170,18 +170,6 @@ def test_a_signal_saves_the_step_and_leaves(unbroken, tmp_path, monkeypatch, cap
     assert_same_run(unbroken, tmp_path)
 
 
-def test_a_checkpoint_older_than_a_head_field_is_resumed(unbroken, tmp_path):
-    shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
-    keep_until(tmp_path, 4)
-    state = next((tmp_path / "run").glob("checkpoints/step-4/state.json"))
-    found = json.loads(state.read_text())
-    del found["head"]["config"]["low_rank"], found["head"]["config"]["prior"]
-    checkpoint._check_head(found["head"], resumed(tmp_path), state)
-    found["head"]["config"]["prior"] = 8
-    with pytest.raises(InputError, match="prior 8"):
-        checkpoint._check_head(found["head"], resumed(tmp_path), state)
-
-
 def test_a_head_torn_from_its_weights_is_replaced(unbroken, tmp_path):
     """By the first evaluation of the resumed run, however good the torn one was."""
     shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
@@ -194,13 +182,6 @@ def test_a_head_torn_from_its_weights_is_replaced(unbroken, tmp_path):
 
 
 # -- what resume does with a folder (F5) ---------------------------------------------------------
-
-
-def test_latest_in_an_empty_folder_starts_fresh_and_says_so(tmp_path, capsys):
-    (tmp_path / "run" / "features").mkdir(parents=True)
-    (tmp_path / "run" / "answers.jsonl.meta.json").write_text("{}")
-    train(make_config(tmp_path, resume="latest"))
-    assert "starting from step 0" in capsys.readouterr().out
 
 
 def test_a_finished_run_says_so_and_loads_nothing(copy, capsys, monkeypatch):

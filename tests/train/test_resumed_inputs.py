@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from training import LLAMA, make_config, save_target, train
 
 from selfdraft.heads.errors import InputError
+from selfdraft.train import checkpoint
 from selfdraft.train.checkpoint import latest
 
 
@@ -57,3 +58,20 @@ def test_a_resume_that_would_see_other_rows_warns(tmp_path, recwarn):
     path.write_text(path.read_text().replace("dog", "cow"))
     with pytest.warns(UserWarning, match="trained with other rows: from here on"):
         again()
+
+
+def test_a_checkpoint_older_than_a_head_field_has_its_default(tmp_path):
+    config = make_config(tmp_path)
+    saved = {"kind": config.head.kind, "config": config.head.model_dump()}
+    del saved["config"]["low_rank"], saved["config"]["prior"]
+    checkpoint._check_head(saved, config, tmp_path)
+    saved["config"]["prior"] = 8
+    with pytest.raises(InputError, match="prior 8"):
+        checkpoint._check_head(saved, config, tmp_path)
+
+
+def test_latest_in_an_empty_folder_starts_fresh_and_says_so(tmp_path, capsys):
+    (tmp_path / "run" / "features").mkdir(parents=True)
+    (tmp_path / "run" / "answers.jsonl.meta.json").write_text("{}")
+    train(make_config(tmp_path, resume="latest"))
+    assert "starting from step 0" in capsys.readouterr().out
