@@ -114,7 +114,7 @@ class Stepper:
         """
         self._backward(micro, following)
         self.grad_norm = self.engine.step(lr)
-        fine = math.isfinite(self.grad_norm) and self.tally.finite()
+        fine = math.isfinite(self.grad_norm)
         self.skipped = 0 if fine else self.skipped + 1
         if not fine:
             self._report([d for rows in micro for d in rows], step)

@@ -170,6 +170,13 @@ def test_held_out_prompts(chatml, tmp_path):
     assert len(few.eval) == 2
 
 
+def test_answers_of_a_cut_law_are_those_of_no_temperature(chatml, tmp_path):
+    rows = [prepared(5, 5, f"p{i}", t) for i in range(20) for t in (0, 1.0)]
+    cut = [row | {"top_p": 0.9} for row in rows]
+    found = [load_documents(make_config(tmp_path, r, eval_prompts=5), chatml) for r in (rows, cut)]
+    assert [(len(d.eval), len(d.drawn)) for d in found] == [(5, 5), (5, 0)]
+
+
 def test_collate_and_counts(chatml, tmp_path):
     rows = [prepared(2, 3), prepared(1, 2)]
     documents = load_documents(make_config(tmp_path, rows), chatml).train

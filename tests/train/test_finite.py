@@ -12,6 +12,7 @@ from training import LLAMA, documents, make_config, random_head, train
 
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
+from selfdraft.train.checkpoint import numbered
 from selfdraft.train.engine import Engine
 from selfdraft.train.features import OnlineFeatures
 from selfdraft.train.packing import Document
@@ -95,3 +96,18 @@ def test_a_head_that_is_not_finite_is_never_written(tmp_path, monkeypatch, step)
     for path in (tmp_path / "run").rglob("model.safetensors"):
         assert all(t.isfinite().all() for t in load_file(path).values())
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == min(step - 1, 2)
+
+
+def test_checkpoints_from_before_a_bad_streak_stay(tmp_path, monkeypatch):
+    real, calls = Engine.step, []
+
+    def diverged(self, lr):
+        calls.append(real(self, lr))
+        return calls[-1] if len(calls) <= 3 else math.inf
+
+    monkeypatch.setattr(Engine, "step", diverged)
+    schedule = {"steps": 8, "eval_every": 8, "save_every": 1, "keep_last": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(make_config(tmp_path, schedule=schedule))
+    assert [step for step, _ in numbered(tmp_path / "run")] == [8, 3]
