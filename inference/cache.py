@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from .ragged import Ragged
+
 GROWTH = 64  # slots are allocated in steps of this many
 
 
@@ -34,6 +36,7 @@ class SlotCache(Cache):
     """
 
     _rows = slice(None)  # that the current forward reads and writes
+    _ragged: Ragged | None = None  # how it lays their tokens out
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
@@ -53,12 +56,15 @@ class SlotCache(Cache):
         finally:
             everything[rows], self.lengths, self._rows = self.lengths, everything, slice(None)
 
-    def open(self, nodes: int, device: torch.device) -> Tensor:
+    def open(self, nodes: int, device: torch.device, ragged: Ragged | None = None) -> Tensor:
         """Announces the next forward over `nodes` nodes a row.
 
+        Args:
+            ragged: where the forward reads the nodes of all rows as one row.
         Returns:
             [B] the rows' lengths on `device`.
         """
+        self._ragged = ragged
         lengths_B = torch.tensor(self.lengths, device=device)
         self.end = max(self.lengths) + nodes
         if self.end > self.capacity:
@@ -72,7 +78,10 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes a layer's new keys and values [B, H, N, D] and returns all slots in use."""
+        """Writes a layer's new keys and values [B, H, N, D], or [1, H, T, D] of ragged rows, and
+        returns all slots in use."""
+        if self._ragged is not None:
+            key_states, value_states = map(self._ragged.open_heads, (key_states, value_states))
         return (
             self._write(self.keys, key_states, layer_idx),
             self._write(self.values, value_states, layer_idx),

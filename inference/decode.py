@@ -160,6 +160,7 @@ class Batch:
                 draft.ancestors(),
                 None if draft.is_chain else draft.depth_BN(),
                 self.taps,
+                draft.valid_BN,
             )
             logits_BNV = target.logits(features["hidden"])
         with stats.timed("verify"):

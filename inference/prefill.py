@@ -15,7 +15,7 @@ from .cache import SlotCache
 
 CHUNK = 512  # tokens a forward of a long prompt, so that its mask stays small
 TOGETHER = 8192  # tokens of rows that are read together, so that their states stay small
-Forward = Callable[[Tensor, SlotCache, Tensor, Tensor | None, list[int]], Features]
+Forward = Callable[[Tensor, SlotCache, Tensor, None, list[int], Tensor], Features]
 """`TargetModel.forward`."""
 
 
@@ -52,7 +52,9 @@ def _read(
     for chunk_GN in ids_GT.split(CHUNK, dim=1):
         nodes = chunk_GN.shape[1]
         causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-        parts.append(forward(chunk_GN, cache, causal[None], None, taps))
+        left_G1 = torch.tensor(lengths)[:, None] - cache.lengths[0]
+        valid_GN = torch.arange(nodes) < left_G1
+        parts.append(forward(chunk_GN, cache, causal[None], None, taps, valid_GN))
         cache.lengths = [length + nodes for length in cache.lengths]
     cache.lengths = list(lengths)
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}

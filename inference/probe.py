@@ -65,7 +65,9 @@ def probe_target(target: TargetModel) -> None:
             f"{' '.join(str(error).split())[:200]}",
             "Supported are decoder-only models with full or sliding-window attention.",
         ) from error
-    if not _close(branched, hidden[torch.arange(4), lengths - 1]):
+    ends = hidden[torch.arange(4), lengths - 1]
+    target.ragged = target.ragged and _runs_ragged(target, rows, lengths, ends)
+    if not _close(branched, ends):
         raise InputError(
             f"target {kind!r}: a branched draft gives other states than plain forwards",
             "Its attention ignores explicit positions or the 4-D mask (ALiBi does).",
@@ -78,6 +80,17 @@ def _branched_states(target: TargetModel, prompt: Tensor, draft: Draft) -> Tenso
     target.prefill(prompt[None], [len(prompt)], cache, [])
     depths = draft.depth_BN()
     return target.forward(draft.ids_BN, cache, draft.ancestors(), depths, [])["hidden"][0]
+
+
+def _runs_ragged(target: TargetModel, rows: Tensor, lengths: Tensor, ends: Tensor) -> bool:
+    """False for a family whose attention does not pass on how ragged rows are laid out, which then
+    run with their padding."""
+    cache = target.new_cache(len(rows), 16)
+    try:
+        states = target.prefill(rows, lengths.tolist(), cache, [])["hidden"]
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    return _close(states[torch.arange(len(rows)), lengths - 1], ends)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:

@@ -23,6 +23,7 @@ from .offload import home, in_memory
 from .prefill import prefill
 from .probe import probe_target
 from .projection import Projection
+from .ragged import ragged
 from .taps import decoder_layers, tapped
 from .weights import target_weights
 
@@ -35,6 +36,7 @@ class TargetModel:
         tokenizer: of the model; None when prompts are given as ids.
         eos_ids: ids that end a generation.
         packed: linears that run on reordered weights.
+        ragged: forwards leave out the padding of rows of unlike numbers of draft nodes.
         weights: dense weights that new heads may start from.
     """
 
@@ -69,8 +71,7 @@ class TargetModel:
         rows = self._projection.weight_rows
         self.weights = target_weights(self.decoder, self.layers, rows, self.device)
         self.packed = packed.pack_linears(self.decoder) if pack else 0
-        if pack:
-            use_grouped_attention(model)
+        self.ragged = pack and use_grouped_attention(model)
         model.eval()
         probe_target(self)
 
@@ -252,15 +253,18 @@ class TargetModel:
         ancestors_BNN: Tensor,
         depth_BN: Tensor | None,
         taps: list[int],
+        valid_BN: Tensor | None = None,
     ) -> Features:
         """States after each draft node; the nodes' keys and values enter the cache's next slots.
 
         Args:
             ancestors_BNN: entry (n, m): node n may look at node m; the first axis may be 1.
             depth_BN: depth of each node below the root, on the host; None for a chain.
+            valid_BN: False for what only pads a row, whose states are undefined.
         """
         nodes = ids_BN.shape[1]
-        length_B = cache.open(nodes, self.device)
+        rows = ragged(valid_BN, self.device) if self.ragged else None
+        length_B = cache.open(nodes, self.device, rows)
         depth = torch.arange(nodes)[None] if depth_BN is None else depth_BN
         # Nodes that pad a row may lie past the last position; nothing reads them.
         position_BN = length_B[:, None] + depth.to(self.device)
@@ -274,10 +278,15 @@ class TargetModel:
             self.window,
             self.dtype,
         )
-        options = {self._cache_name: cache, "use_cache": True}
-        return self._run(
-            taps, input_ids=ids_BN, attention_mask=mask, position_ids=position_BN, **options
+        options = {self._cache_name: cache, "use_cache": True, "attention_mask": mask}
+        if rows is None:
+            return self._run(taps, input_ids=ids_BN, position_ids=position_BN, **options)
+        for one in mask.values() if isinstance(mask, dict) else [mask]:
+            one.ragged = rows  # type: ignore[attr-defined]
+        features = self._run(
+            taps, input_ids=rows.close(ids_BN), position_ids=rows.close(position_BN), **options
         )
+        return {name: rows.open(value) for name, value in features.items()}
 
     def _run(self, taps: list[int], **inputs: Any) -> Features:
         with tapped(self.layers, taps) as states:

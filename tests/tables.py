@@ -111,6 +111,7 @@ class TableTarget:
         ancestors_BNN: Tensor,
         depth_BN: Tensor | None,
         taps: list[int],
+        valid_BN: Tensor | None = None,
     ) -> dict[str, Tensor]:
         cache.nodes = ids_BN.tolist()
         seen = ancestors_BNN.expand(len(ids_BN), -1, -1).tolist()

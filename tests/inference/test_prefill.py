@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from fixtures import CLOSE, batch_of, precise
+from fixtures import CLOSE, batch_of, precise, tiny
 
 from selfdraft.inference import prefill
 
 ALONE = torch.ones(1, 1, 1, dtype=torch.bool)
 
 
+@pytest.mark.parametrize("made", [precise, tiny])
 @pytest.mark.parametrize("together", [1000, 45])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
-def test_prefill_in_parts_equals_one_pass(name: str, together: int, monkeypatch) -> None:
-    """In chunks, and all rows together or the middle ones."""
-    target, lengths = precise(name), [37, 8, 20, 1]
+def test_prefill_in_parts_equals_one_pass(name: str, together: int, made, monkeypatch) -> None:
+    """In chunks, and all rows together or the middle ones; with padding, and without (`tiny`)."""
+    target, lengths = made(name), [37, 8, 20, 1]
     batch = batch_of(lengths)
     whole = target.features(batch["ids"], batch["length"], [0, 2])
     monkeypatch.setattr(prefill, "CHUNK", 8)
