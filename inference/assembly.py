@@ -24,10 +24,10 @@ DRAFTERS = ("heads+ngram", "heads", "ngram", "none")
 TARGET_NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
 TREE_NODES = 16
 """Nodes of a default tree at most; most rounds stop sooner, where a node no longer pays."""
-WORTH = 0.1
+WORTH = 0.08
 """`Plan.worth` of a default tree.  With SmolLM2-135M on two CPU cores one more node takes 0.05 of a
-forward and a speedup of 1.6 is usual, which makes it 0.08; 0.08 and 0.10 were equally fast there.
-A GPU's nodes are cheaper."""
+forward and a speedup of 1.6 is usual, which makes it 0.08; alone, 0.10 was as fast there, and at 16
+rows slower.  A GPU's nodes are cheaper."""
 
 
 def local_folder(heads: str) -> Path:
