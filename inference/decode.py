@@ -259,11 +259,11 @@ def _closed_up(alive: list[bool]) -> list[int]:
     return [b if alive[b] else movers.pop() for b in range(kept)]
 
 
-def _paths(draft: Draft) -> Callable[[int, int], list[int]]:
+def _paths(draft: Draft) -> Callable[[int, int], list[int] | None]:
     """Tokens of each node's path behind the root, looked up only when asked for."""
 
-    def tokens(row: int, node: int) -> list[int]:
+    def tokens(row: int, node: int) -> list[int] | None:
         ids = draft.tokens[row]
-        return [ids[n] for n in draft.path(row, node)[1:]] if node < len(ids) else []
+        return [ids[n] for n in draft.path(row, node)[1:]] if node < len(ids) else None
 
     return tokens
