@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -82,21 +82,30 @@ class RowSampling:
 
     def _by_prefix(self, places: list[int], scores: Tensor, paths: Paths) -> Tensor:
         result = scores.clone()
-        for row, node in product(range(len(self.history)), range(scores.shape[1])):
-            path = paths(row, node)
-            if path is None:
-                continue
-            try:
-                result[row, node] = self._after(row, path, scores[row, node], places)
-            except Exception:  # whatever a custom processor raises
-                if not self._custom:
-                    raise
-                result[row, node] = -torch.inf
+        for row, history in enumerate(self.history):
+            committed = torch.tensor([history], device=scores.device)
+            for node in range(scores.shape[1]):
+                path = paths(row, node)
+                if path is None:
+                    continue
+                try:
+                    result[row, node] = self._after(row, committed, path, scores[row, node], places)
+                except Exception:  # whatever a custom processor raises
+                    if not self._custom:
+                        raise
+                    result[row, node] = -torch.inf
         return result
 
-    def _after(self, row: int, path: list[int], scores_V: Tensor, places: Iterable[int]) -> Tensor:
+    def _after(
+        self,
+        row: int,
+        committed_1T: Tensor,
+        path: list[int],
+        scores_V: Tensor,
+        places: Iterable[int],
+    ) -> Tensor:
         """Scores [V] of one node as the processors at `places` of its row's chain leave them."""
-        prefix = torch.tensor([[*self.history[row], *path]], device=scores_V.device)
+        prefix = torch.cat([committed_1T, committed_1T.new_tensor([path])], 1)
         # A clone: processors may write into what they are given.
         scores = scores_V[None].clone()
         for place in places:
@@ -116,12 +125,13 @@ class RowSampling:
             laws = torch.zeros(rows, nodes, dtype=torch.long, device=scores_BNV.device)
         for row in range(rows):
             after: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+            committed = torch.tensor([self.history[row]], device=scores_BNV.device)
             for node in range(nodes):
                 path = paths(row, node)
                 if path is None or not _reached(after, tuple(path)):
                     continue
                 chain = range(len(self.chains[row]))
-                law = self._law(self._after(row, path, scores_BNV[row, node], chain))
+                law = self._law(self._after(row, committed, path, scores_BNV[row, node], chain))
                 laws[row, node] = law
                 after[tuple(path)].append(law)
         return laws
