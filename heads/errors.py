@@ -19,6 +19,18 @@ class InputError(ValueError):
         super().__init__(f"{met}\n{advice}")
 
 
+def check_count(name: str, value: object) -> None:
+    """Raises InputError unless `value` is an integer above 0, of which True is none."""
+    if type(value) is not int or value < 1:
+        raise InputError(f"{name} is {value!r}", "Give an integer, 1 or more.")
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raises InputError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}", "Give True or False.")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Advice that names the closest of `known`, and all of them."""
     known = sorted(known)

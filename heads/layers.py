@@ -159,26 +159,32 @@ class DecoderLayer(nn.Module):
         nn.init.zeros_(self.o_proj.weight)
         nn.init.zeros_(self.down_proj.weight)
 
-    def keys_values(self, inputs_BTI: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, T, E] of tokens at their positions."""
-        keys = rotate(self._split(self.k_proj(inputs_BTI)), self.rope.angles(position_BT))
-        return keys, self._split(self.v_proj(inputs_BTI))
+    def project(self, inputs_BTI: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, E], keys and values [B, G, T, E] of tokens at their positions: together
+        and in this order, since packed linears serve all three with one product."""
+        query, keys, values = (
+            linear(inputs_BTI).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        angles = self.rope.angles(position_BT)
+        return rotate(query, angles), rotate(keys, angles), values
 
     def forward(
         self,
         residual_BTD: Tensor,
-        inputs_BTI: Tensor,
-        position_BT: Tensor,
+        query_BHTE: Tensor,
         keys_BGSE: Tensor,
         values_BGSE: Tensor,
         mask_BTS: Tensor,
     ) -> Tensor:
         """Output [B, T, D] of tokens that look where the mask is True."""
-        query = rotate(self._split(self.q_proj(inputs_BTI)), self.rope.angles(position_BT))
-        seen = folded_attention(query, keys_BGSE, values_BGSE, mask_BTS[:, None])
+        seen = folded_attention(query_BHTE, keys_BGSE, values_BGSE, mask_BTS[:, None])
         x = residual_BTD + self.o_proj(seen.transpose(1, 2).flatten(2))
         inner = self.mlp_norm(x)
         return x + self.down_proj(nn.functional.silu(self.gate_proj(inner)) * self.up_proj(inner))
 
-    def _split(self, x_BTH: Tensor) -> Tensor:
-        return x_BTH.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+def tokens_of(query_BHTE: Tensor, place_BM: Tensor) -> Tensor:
+    """Queries [B, H, M, E] of the tokens at `place_BM` of each row."""
+    index = place_BM[:, None, :, None].expand(-1, query_BHTE.shape[1], -1, query_BHTE.shape[-1])
+    return query_BHTE.gather(2, index)

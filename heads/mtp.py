@@ -138,8 +138,8 @@ class MTP(SequenceHead):
         embeds, state, outs = self.spec.embed(tokens_BM), first_BMD, []
         for module, cell in enumerate(self.cells):
             residual, inputs = cell.read(embeds, state)
-            view = look(module, *cell.layer.keys_values(inputs, position_BM))
-            out = cell.layer(residual, inputs, position_BM, *view)
+            query, keys, values = cell.layer.project(inputs, position_BM)
+            out = cell.layer(residual, query, *look(module, keys, values))
             outs.append(out)
             previous = torch.zeros_like(out[:, 0]) if before is None else before[module]
             state = cell.recycled(torch.cat([previous[:, None], out[:, :-1]], 1))
@@ -186,10 +186,10 @@ class MTP(SequenceHead):
             cell, cache = self.cells[module], state.caches[module]
             recycled = self.cells[module - 1].recycled(below[str(module - 1)])
             residual, inputs = cell.read(embeds, recycled)
-            keys, values = cell.layer.keys_values(inputs, last_B1 + slot)
+            query, keys, values = cell.layer.project(inputs, last_B1 + slot)
             cache.draft(keys, values, slot - 2)
             # As everywhere, a token before the module's first is seen by itself alone.
             seen_BN = place_BN >= place_BN[:, -1:].clamp(max=module)
             view = cache.view(last_B1, seen_BN[:, None])
-            memo[str(module)] = cell.layer(residual, inputs, last_B1 + slot, *view)
+            memo[str(module)] = cell.layer(residual, query, *view)
         return self.cells[slot - 1].norm(memo[str(slot - 1)])

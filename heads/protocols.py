@@ -47,18 +47,20 @@ class Sampling(Protocol):
     def raw_greedy(self) -> bool:
         """Greedy without any processor: the argmax may be taken before scattering to V."""
 
-    def scores(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
-        """Logits [B, N, V] as the processors leave them; arguments as in `laws`."""
+    def scores(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int] | None]) -> Tensor:
+        """Logits [B, N, V] as the processors leave them, for drafts; arguments as in `laws`."""
 
-    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
-        """Laws of the next token after each node.
+    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int] | None]) -> Tensor:
+        """The target's laws of the next token after each node.
 
         Args:
             logits_BNV: raw logits over target ids, -inf where a token cannot be proposed.
             paths: paths(b, n) gives the tokens that node n has after the row's committed tokens,
-                the root excluded since it is committed; asked for only where a processor looks.
+                the root excluded since it is committed, None where there is no such node; asked
+                for only where a processor looks.
         Returns:
-            [B, N, V] probabilities, or [B, N] token ids when `greedy`.
+            [B, N, V] probabilities, or [B, N] token ids when `greedy`; anything at a node that the
+            laws above it rule out.
         """
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .base import Head, HeadConfig, tap_layers
 from .kv import KVBuffer
-from .layers import DecoderLayer, RMSNorm, TapNorm
+from .layers import DecoderLayer, RMSNorm, TapNorm, tokens_of
 from .protocols import Features
 from .spec import TargetSpec, TargetWeights
 
@@ -163,18 +163,18 @@ class SequenceHead(Head):
         place_BT = torch.arange(time, device=ids_BT.device).expand(ids_BT.shape)
         embeds_BTD = self.spec.embed(ids_BT.roll(-1, 1))
         residual, inputs = cell.read(embeds_BTD, self.first_state(features))
-        keys, values = cell.layer.keys_values(inputs, place_BT + self.first_position)
+        query, keys, values = cell.layer.project(inputs, place_BT + self.first_position)
         mask = row_mask(place_BT, batch.get("document"))[at, row_BR]
         position = row_BR + self.first_position
-        outs = [cell.layer(residual[at, row_BR], inputs[at, row_BR], position, keys, values, mask)]
+        outs = [cell.layer(residual[at, row_BR], tokens_of(query, row_BR), keys, values, mask)]
         diagonal = torch.eye(own, dtype=torch.bool, device=mask.device).expand(len(mask), -1, -1)
         for step in range(1, len(rows)):
             tokens = ids_BT[at, (row_BR + 1 + step).clamp(max=time - 1)]
             residual, inputs = cell.read(self.spec.embed(tokens), cell.recycled(outs[-1]))
-            more = cell.layer.keys_values(inputs, position + step)
+            query, *more = cell.layer.project(inputs, position + step)
             keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
             mask = torch.cat([mask, diagonal], 2)
-            outs.append(cell.layer(residual, inputs, position + step, keys, values, mask))
+            outs.append(cell.layer(residual, query, keys, values, mask))
         return [
             cell.norm(out).flatten(0, 1)[slot_M[torch.searchsorted(rows[0], rows_M)]]
             for out, rows_M in zip(outs, rows, strict=True)
@@ -192,16 +192,16 @@ class SequenceHead(Head):
         if state is not None:
             length_B = state.length_B
         row_BM = length_B[:, None] + torch.arange(tokens_BM.shape[1], device=count_B.device)
-        inner = cell.read(self.spec.embed(tokens_BM), self.first_state(features))
-        keys, values = cell.layer.keys_values(inner[1], row_BM + self.first_position)
+        residual, inputs = cell.read(self.spec.embed(tokens_BM), self.first_state(features))
+        query, keys, values = cell.layer.project(inputs, row_BM + self.first_position)
         if state is None:
             cache = KVBuffer.of(keys, values, count_B)
         else:
             cache = state.caches[0].append(keys, values, count_B)
         at = torch.arange(len(count_B), device=count_B.device)[:, None]
-        residual, inputs = (part[at, count_B[:, None] - 1] for part in inner)
-        last_B1 = cache.length_B[:, None] - 1
-        out = cell.layer(residual, inputs, last_B1 + self.first_position, *cache.view(last_B1))
+        new_B1 = count_B[:, None] - 1
+        view = cache.view(cache.length_B[:, None] - 1)
+        out = cell.layer(residual[at, new_B1], tokens_of(query, new_B1), *view)
         return Memory([cache], [out[:, 0]], cache.length_B)
 
     def extend(
@@ -225,10 +225,10 @@ class SequenceHead(Head):
         residual, inputs = cell.read(self.spec.embed(tokens_BW), cell.recycled(parents_BWD))
         last_B1 = state.length_B[:, None] - 1
         position_BW = last_B1 + slot_BW + self.first_position
-        keys, values = cell.layer.keys_values(inputs, position_BW)
+        query, keys, values = cell.layer.project(inputs, position_BW)
         cache.draft(keys, values, seen_BWN.shape[2] - tokens_BW.shape[1])
         view = cache.view(last_B1.expand_as(tokens_BW), seen_BWN)
-        return cell.layer(residual, inputs, position_BW, *view)
+        return cell.layer(residual, query, *view)
 
     def step(
         self, state: Memory, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]

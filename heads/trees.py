@@ -173,7 +173,10 @@ class _Growth:
         logits_BWV = logits_BWV.masked_fill(lawless_BW1, 0.0)
         logits_BWV = scatter_logits(logits_BWV, head.draft_ids, head.spec.vocab_size)
         so_far = paths_BWk[..., 1:].tolist()
-        scores_BWV = sampling.scores(logits_BWV, lambda row, node: so_far[row][node])
+        there = (self.score[-1][:, : self.width] > -torch.inf).tolist()
+        scores_BWV = sampling.scores(
+            logits_BWV, lambda row, node: so_far[row][node] if there[row][node] else None
+        )
         return scores_BWV.masked_fill(lawless_BW1, -torch.inf), None
 
     def _above(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..heads.checkpoint import DESCRIPTION, load_head, read_description
 from ..heads.draft import Plan
-from ..heads.errors import InputError, nearest
+from ..heads.errors import InputError, check_switch, nearest
 from ..heads.protocols import Drafter
 from ..heads.shapes import check_tree
 from . import packed, rounded
@@ -22,6 +23,7 @@ from .target import TargetModel
 
 DRAFTERS = ("heads+ngram", "heads", "ngram", "none")
 TARGET_NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
+PARTS = ("name", "taps", "max_depth", "start", "propose", "advance")  # of a Drafter
 TREE_NODES = 16
 """Nodes of a default tree at most; most rounds stop sooner, where a node no longer pays."""
 WORTH = 0.08
@@ -52,13 +54,59 @@ def local_folder(heads: str) -> Path:
         ) from None
 
 
-def check_drafter(asked: object, heads: object) -> None:
-    """Refuses a drafter's name before anything loads.
+def check_names(heads: object, target: object, tokenizer: object, named: dict[str, Any]) -> None:
+    """Refuses names that say nothing, or too much, before anything loads.
+
+    Args:
+        named: of a target to load, `TargetModel.load`'s arguments.
+    Raises:
+        InputError: neither heads nor a target, things of another type, an unknown argument, or a
+            tokenizer or arguments that a target which is there already has no use for.
+    """
+    if heads is None and target is None:
+        raise InputError("neither heads nor a target is given", "Give a heads folder.")
+    for name, value, kinds in (
+        ("heads", heads, (str, Path)),
+        ("target", target, (str, Path, nn.Module, TargetModel)),
+    ):
+        if not isinstance(value, (*kinds, type(None))):
+            raise InputError(f"{name} is a {type(value).__name__}", "Give a name or folder.")
+    loaded = isinstance(target, nn.Module | TargetModel)
+    known = [name for name in inspect.signature(TargetModel.load).parameters if name != "model"]
+    for name in named:
+        if name not in known:
+            raise InputError(f"from_pretrained does not take {name!r}", nearest(name, known))
+    if named and loaded:
+        raise InputError(f"{sorted(named)} with a loaded model", "They name a model to load.")
+    if tokenizer is not None and not isinstance(target, nn.Module):
+        raise InputError(
+            "a tokenizer without a loaded model",
+            "A target that is named has its own; a TargetModel takes one when it is made.",
+        )
+
+
+def check_drafter(asked: object, heads: object, widen: bool) -> None:
+    """Refuses a drafter before anything loads.
 
     Raises:
-        InputError: an unknown name, or heads without a folder.
+        InputError: an unknown name, what is no drafter, heads without a folder, or `widen` without
+            heads.
     """
+    check_switch("widen", widen)
+    by_default = asked is None and heads is not None
+    if widen and not by_default and not str(asked).startswith("heads"):
+        raise InputError(
+            f"widen is asked for, and drafter {_called(asked)} has no heads",
+            "Leave widen out, or give heads; a head that is handed over has .widen.",
+        )
     if not isinstance(asked, str):
+        if asked is not None and not isinstance(asked, nn.Module | Path):
+            missing = [part for part in PARTS if not hasattr(asked, part)]
+            if missing:
+                raise InputError(
+                    f"drafter is a {type(asked).__name__} without {', '.join(missing)}",
+                    f"Give one of {', '.join(DRAFTERS)}, a draft model or its name, or a Drafter.",
+                )
         return
     if asked in DRAFTERS:
         if heads is None and asked.startswith("heads"):
@@ -70,8 +118,12 @@ def check_drafter(asked: object, heads: object) -> None:
         )
 
 
+def _called(drafter: object) -> str:
+    return repr(drafter if isinstance(drafter, str) else getattr(drafter, "name", drafter))
+
+
 def build_target(
-    target: str | nn.Module | TargetModel | None,
+    target: str | Path | nn.Module | TargetModel | None,
     folder: Path | None,
     tokenizer: Any,
     named: dict[str, Any],
@@ -80,11 +132,9 @@ def build_target(
     if isinstance(target, TargetModel):
         return target
     if isinstance(target, nn.Module):
-        if named:
-            raise InputError(f"{sorted(named)} with a loaded model", "They name a model to load.")
         return TargetModel(target, tokenizer)
     if target is not None:
-        return TargetModel.load(target, **named)
+        return TargetModel.load(str(target), **named)
     assert folder is not None
     identity = read_description(folder)["target"]
     trained = {name: identity.get(name) for name in TARGET_NAMES}
@@ -96,7 +146,7 @@ def build_target(
 
 
 def build_drafter(
-    asked: str | nn.Module | Drafter | None,
+    asked: str | Path | nn.Module | Drafter | None,
     target: TargetModel,
     folder: Path | None,
     *,
@@ -116,9 +166,10 @@ def build_drafter(
         asked = "none" if folder is None else "heads+ngram"
     if isinstance(asked, nn.Module) and not hasattr(asked, "propose"):
         return DraftModel(TargetModel(asked), target)
+    asked = str(asked) if isinstance(asked, Path) else asked
+    check_drafter(asked, folder, widen)
     if not isinstance(asked, str):
         return asked  # type: ignore[return-value]
-    check_drafter(asked, folder)
     if asked == "none":
         return Plain()
     if asked == "ngram":

@@ -60,9 +60,15 @@ def run(
         for _ in decode(spec.target, spec.drafter, batch, settings, spec.plan, Stats()):
             continue
     longest = max(len(row.new) for row in rows)
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    pad = _pad_id(config)
     new = [row.new + [pad] * (longest - len(row.new)) for row in rows]
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+
+
+def _pad_id(config: Any) -> int:
+    """What transformers writes behind a row that has ended: the pad id, else the first EOS id."""
+    ids = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    return int(torch.as_tensor(0 if ids is None else ids).flatten()[0])
 
 
 def _batches(rows: list[Row], processors: list[Any]) -> Iterator[tuple[list[Row], list[Any]]]:

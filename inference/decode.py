@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ..heads.draft import Draft, Plan, padded
+from ..heads.errors import InputError
 from ..heads.protocols import Drafter, Features, Purpose
 from .noise import RowNoise
+from .prefill import forwards
 from .sampling import RowSampling
 from .settings import Settings
 from .statistics import Stats
@@ -47,6 +49,15 @@ class Record(Protocol):
 
     def add(self, row: int, features: Features) -> None:
         """States [M, ..] of the next M tokens that row `row` has read."""
+
+
+def check_record(drafter: Drafter, record: Record | None) -> None:
+    """Raises InputError where one pass cannot serve both: features hold one set of taps."""
+    if record is not None and drafter.taps not in ([], record.taps):
+        raise InputError(
+            f"the record wants taps {record.taps}, the drafter reads taps {drafter.taps}",
+            "Record the drafter's taps, or draft without heads while recording.",
+        )
 
 
 @dataclass
@@ -105,7 +116,6 @@ class Batch:
         self.target, self.drafter, self.rows = target, drafter, rows
         self.plan, self.stats, self.record = plan, stats, record
         self.taps = sorted({*drafter.taps, *(record.taps if record else [])})
-        assert record is None or drafter.taps in ([], record.taps), "drafter and record differ"
         self.sampling = RowSampling(settings, [list(row.seen or row.prompt) for row in rows])
         longest = max(len(row.prompt) + row.limit for row in rows)
         first = max(len(row.prompt) for row in rows)
@@ -131,12 +141,16 @@ class Batch:
                 self.record.add(row.index, {k: v[b, : lengths[b]] for k, v in features.items()})
         stats.rows += len(rows)
         stats.tokens += len(rows)
-        stats.forwards += 1
+        stats.forwards += forwards(lengths)
         return self._commit([Verdict([], [root]) for root in roots], None)
 
     def _draw(self, laws_BV: Tensor, lengths: list[int]) -> list[int]:
-        noise = RowNoise([row.seed for row in self.rows], lengths)
+        noise = self._noise(lengths)
         return [noise.categorical(p, b, 0, Purpose.RESIDUAL) for b, p in enumerate(laws_BV)]
+
+    def _noise(self, lengths: list[int]) -> RowNoise:
+        rows = self.rows
+        return RowNoise([row.seed for row in rows], lengths, [row.index for row in rows])
 
     def round(self) -> list[Commit]:
         """One round of every row."""
@@ -145,7 +159,7 @@ class Batch:
         root_B = torch.tensor([ids[-1] for ids in history], device=target.device)
         # A round emits the accepted tokens and one more.
         room = [row.limit - len(row.new) - 1 for row in self.rows]
-        noise = RowNoise([row.seed for row in self.rows], [len(ids) for ids in history])
+        noise = self._noise([len(ids) for ids in history])
         with stats.timed("draft"):
             plan = self.plan.shared(len(self.rows))
             # What a seed gives may not depend on the rows beside it; greedy text does not anyway.
@@ -260,11 +274,11 @@ def _closed_up(alive: list[bool]) -> list[int]:
     return [b if alive[b] else movers.pop() for b in range(kept)]
 
 
-def _paths(draft: Draft) -> Callable[[int, int], list[int]]:
+def _paths(draft: Draft) -> Callable[[int, int], list[int] | None]:
     """Tokens of each node's path behind the root, looked up only when asked for."""
 
-    def tokens(row: int, node: int) -> list[int]:
+    def tokens(row: int, node: int) -> list[int] | None:
         ids = draft.tokens[row]
-        return [ids[n] for n in draft.path(row, node)[1:]] if node < len(ids) else []
+        return [ids[n] for n in draft.path(row, node)[1:]] if node < len(ids) else None
 
     return tokens

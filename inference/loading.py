@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,16 @@ def resolve_name(model: str) -> str:
     return str(next(iter(spec.submodule_search_locations)))
 
 
-def resolve_device(device: str) -> torch.device:
+def check_named(named: Mapping[str, object], random: object) -> None:
+    """Raises InputError for a name of a target that is no text, or fields that are no config."""
+    for name, value in named.items():
+        if not isinstance(value, str | None):
+            raise InputError(f"target {name} is {value!r}", "Give it as text, or leave it out.")
+    if not isinstance(random, dict | None):
+        raise InputError(f"target random is {random!r}", "Give a transformers config as a dict.")
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
     """`auto` is the GPU where there is one.
 
     Raises:
@@ -64,14 +73,15 @@ def resolve_device(device: str) -> torch.device:
     try:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"device {device!r}: {reason}", "Use auto, cpu or cuda.") from None
     return resolved
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:

@@ -26,10 +26,12 @@ class RowNoise:
     Attributes:
         seeds: one a row.
         lengths: committed tokens of each row at the start of the round.
+        names: what an error calls each row, where that is not its place here.
     """
 
     seeds: list[int]
     lengths: list[int]
+    names: list[int] | None = None
 
     def uniform(self, row: int, node: int, purpose: Purpose) -> float:
         """A float64 in [0, 1) with 53 random bits."""
@@ -54,8 +56,9 @@ class RowNoise:
         blocks_NK = (nn.functional.pad(law_V, (0, rest)) if rest else law_V).view(-1, BLOCK)
         cdf = blocks_NK.sum(1).cumsum(0).cpu().numpy()
         if not 0 < cdf[-1] < math.inf:
+            name = row if self.names is None else self.names[row]
             raise InputError(
-                f"no token of row {row} can be drawn: its law has mass {cdf[-1]}",
+                f"no token of row {name} can be drawn: its law has mass {cdf[-1]}",
                 "See that logits processors leave a token, and that the logits are finite.",
             )
         threshold = cdf[-1] * self.uniform(row, node, purpose)

@@ -31,6 +31,11 @@ def prefill(
     return _joined(parts, ids_BT.shape[1])
 
 
+def forwards(lengths: list[int]) -> int:
+    """Forwards that `prefill` takes for prompts of these lengths."""
+    return sum(-(-max(lengths[rows]) // CHUNK) for rows in like_lengths(lengths))
+
+
 def like_lengths(lengths: list[int]) -> list[slice]:
     """Neighbours that are read together: padding, which takes as long as text, stays below a
     quarter of it or 64 tokens a row, and all of them below `TOGETHER` unless one alone is longer.

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from ..heads.errors import InputError
-from .warpers import Warper, faster
+from .warpers import Warper, WhereLaws, faster
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COLDEST = 1e-30
 PREFIX_FREE = (
     Warper,
+    WhereLaws,
     stock.TemperatureLogitsWarper,
     stock.TopHLogitsWarper,
     stock.TopKLogitsWarper,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
-from ..heads.errors import InputError
+from ..heads.errors import InputError, check_switch
 from .target import TargetModel
 
 Prompt = str | list[dict[str, Any]] | list[int] | Tensor
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STOP_TAIL = 16  # tokens looked at beyond a stop string's own length in characters
 
 
@@ -22,6 +25,7 @@ def prompt_ids(target: TargetModel, prompts: Any, chat: bool) -> tuple[list[list
     Raises:
         InputError: an empty prompt, ids outside the vocabulary, a prompt that leaves no position.
     """
+    check_switch("chat", chat)
     many = not _is_single(prompts)
     rows = [_ids(target, prompt, chat) for prompt in (prompts if many else [prompts])]
     if not rows:
@@ -35,6 +39,10 @@ def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, Tensor):
+        if prompts.ndim not in (1, 2):
+            raise InputError(
+                f"a prompt tensor of shape {tuple(prompts.shape)}", "Give ids [T], or rows [B, T]."
+            )
         return prompts.ndim == 1
     if not isinstance(prompts, Sequence):
         raise InputError(
@@ -46,25 +54,54 @@ def _is_single(prompts: Any) -> bool:
 
 def _ids(target: TargetModel, prompt: Any, chat: bool) -> list[int]:
     if isinstance(prompt, Tensor):
-        if prompt.is_floating_point() or prompt.is_complex():
+        if prompt.dtype not in INTEGERS:
             raise InputError(f"a prompt tensor of {prompt.dtype}", "Give integer token ids.")
+        if prompt.ndim != 1 and tuple(prompt.shape[:-1]) != (1,):
+            raise InputError(
+                f"a prompt tensor of shape {tuple(prompt.shape)} in a list", "Give ids [T]."
+            )
         return prompt.flatten().tolist()
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise InputError("a text prompt needs a tokenizer", "Give ids, or pass tokenizer=.")
         if chat and target.tokenizer.chat_template is not None:
-            return target.chat_ids([{"role": "user", "content": prompt}])
+            return _chat_ids(target, [{"role": "user", "content": prompt}])
         return list(target.tokenizer(prompt)["input_ids"])
     if isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt) and prompt:
-        if not all({"role", "content"} <= message.keys() for message in prompt):
-            raise InputError("a message without role or content", "Give both in every message.")
-        return target.chat_ids(prompt)
-    if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
+        return _chat_ids(target, [_message(message) for message in prompt])
+    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
         return list(prompt)
     raise InputError(
         f"a prompt of type {type(prompt).__name__} that is neither text, messages nor ids",
         "Give a string, a list of messages or a list of ids.",
     )
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text in one piece, which is what chat templates read."""
+    if not isinstance(message.get("role"), str):
+        raise InputError("a message without role", "Give role and content in every message.")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return message
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(
+            f"a message of {message['role']!r} whose content is no text: {str(content)[:60]}",
+            "Give content as a string, or as a list of parts of type text.",
+        )
+    return message | {"content": "".join(map(str, texts))}
+
+
+def _chat_ids(target: TargetModel, messages: list[dict[str, Any]]) -> list[int]:
+    try:
+        return target.chat_ids(messages)
+    except (TemplateError, TypeError) as error:
+        raise InputError(
+            f"the chat template refuses the messages: {' '.join(str(error).split())[:200]}",
+            "Give them in the roles and the order that the target's template takes.",
+        ) from None
 
 
 def check_ids(target: TargetModel, ids: list[int], name: str) -> None:
@@ -91,11 +128,13 @@ def stop_rule(target: TargetModel, strings: Sequence[str]) -> Callable[[list[int
     Raises:
         InputError: an empty string, or no tokenizer to see text with.
     """
-    if not strings:
+    if strings is None or (isinstance(strings, list | tuple | str) and not strings):
         return None
     if isinstance(strings, str):
         strings = [strings]
-    if not all(isinstance(text, str) and text for text in strings):
+    if not isinstance(strings, list | tuple) or not all(
+        isinstance(text, str) and text for text in strings
+    ):
         raise InputError(f"stop_strings {strings!r}", "Give non-empty strings.")
     if target.tokenizer is None:
         raise InputError("stop_strings need a tokenizer", "Pass tokenizer= with the model.")

@@ -5,7 +5,8 @@ Shape suffixes: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from .processors import prefix_free, probe
 from .settings import Settings
+
+Paths = Callable[[int, int], list[int] | None]
+"""See `heads.protocols.Sampling.laws`."""
 
 
 @dataclass
@@ -45,13 +49,15 @@ class RowSampling:
         """See `heads.protocols.Sampling`."""
         return self.settings.greedy and not self.chains[0]
 
-    def scores(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
+    def scores(self, logits_BNV: Tensor, paths: Paths) -> Tensor:
         """See `heads.protocols.Sampling`.
 
         Processors that do not look at the prefix take all nodes at once; the others take each node
-        with its own prefix, unpadded.
+        with its own prefix, unpadded.  Where a custom one fails there is no law, and nothing is
+        drafted: a draft may hold what the target's law rules out, where that processor is never
+        asked in plain decoding.  On any other prefix `laws` asks it again, and the error is told.
         """
-        scores = logits_BNV.to(torch.promote_types(torch.float32, logits_BNV.dtype))
+        scores = _wide(logits_BNV)
         first = self.chains[0]
         for free, places in groupby(range(len(first)), lambda place: prefix_free(first[place])):
             if free:
@@ -61,32 +67,92 @@ class RowSampling:
                 scores = self._by_prefix(list(places), scores, paths)
         return scores
 
-    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int]]) -> Tensor:
+    def laws(self, logits_BNV: Tensor, paths: Paths) -> Tensor:
         """See `heads.protocols.Sampling`."""
-        scores = self.scores(logits_BNV, paths)
+        if self._custom:
+            return self._reachable_laws(_wide(logits_BNV), paths)
+        return self._law(self.scores(logits_BNV, paths))
+
+    @property
+    def _custom(self) -> bool:
+        return not all(map(prefix_free, self.settings.logits_processor))
+
+    def _law(self, scores: Tensor) -> Tensor:
         return scores.argmax(-1) if self.greedy else scores.softmax(-1)
 
-    def _by_prefix(
-        self, places: list[int], scores: Tensor, paths: Callable[[int, int], list[int]]
-    ) -> Tensor:
-        result = torch.empty_like(scores)
+    def _by_prefix(self, places: list[int], scores: Tensor, paths: Paths) -> Tensor:
+        result = scores.clone()
         for row, history in enumerate(self.history):
             committed = torch.tensor([history], device=scores.device)
             for node in range(scores.shape[1]):
-                path = torch.tensor([paths(row, node)], device=scores.device, dtype=torch.long)
-                prefix = torch.cat([committed, path], 1)
-                # A clone: processors may write into what they are given.
-                node_scores = scores[row, node][None].clone()
-                for place in places:
-                    processor = self.chains[row][place]
-                    if not self._probed and processor in self.settings.logits_processor:
-                        probe(processor, prefix, node_scores.clone())
-                    node_scores = processor(prefix, node_scores)
-                result[row, node] = node_scores[0]
-                self._probed = True
+                path = paths(row, node)
+                if path is None:
+                    continue
+                try:
+                    result[row, node] = self._after(row, committed, path, scores[row, node], places)
+                except Exception:  # whatever a custom processor raises
+                    if not self._custom:
+                        raise
+                    result[row, node] = -torch.inf
         return result
+
+    def _after(
+        self,
+        row: int,
+        committed_1T: Tensor,
+        path: list[int],
+        scores_V: Tensor,
+        places: Iterable[int],
+    ) -> Tensor:
+        """Scores [V] of one node as the processors at `places` of its row's chain leave them."""
+        prefix = torch.cat([committed_1T, committed_1T.new_tensor([path])], 1)
+        # A clone: processors may write into what they are given.
+        scores = scores_V[None].clone()
+        for place in places:
+            processor = self.chains[row][place]
+            if not self._probed and processor in self.settings.logits_processor:
+                probe(processor, prefix, scores.clone())
+            scores = processor(prefix, scores)
+        self._probed = True
+        return scores[0]
+
+    def _reachable_laws(self, scores_BNV: Tensor, paths: Paths) -> Tensor:
+        """The laws of the nodes that can be reached, zeros for the others: custom processors are
+        asked about no prefix that plain decoding could not come to."""
+        rows, nodes, _ = scores_BNV.shape
+        laws = torch.zeros_like(scores_BNV)
+        if self.greedy:
+            laws = torch.zeros(rows, nodes, dtype=torch.long, device=scores_BNV.device)
+        for row in range(rows):
+            after: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+            committed = torch.tensor([self.history[row]], device=scores_BNV.device)
+            for node in range(nodes):
+                path = paths(row, node)
+                if path is None or not _reached(after, tuple(path)):
+                    continue
+                chain = range(len(self.chains[row]))
+                law = self._law(self._after(row, committed, path, scores_BNV[row, node], chain))
+                laws[row, node] = law
+                after[tuple(path)].append(law)
+        return laws
 
     def select(self, rows: list[int]) -> RowSampling:
         """The sampling of `rows` alone."""
         history, chains = ([kept[row] for row in rows] for kept in (self.history, self.chains))
         return replace(self, history=history, chains=chains)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(torch.float32, logits.dtype))
+
+
+def _reached(after: dict[tuple[int, ...], list[Tensor]], path: tuple[int, ...]) -> bool:
+    """May the last token of `path` follow the others?
+
+    Args:
+        after: the laws of the nodes on each path, parents before children.
+    """
+    if not path:
+        return True
+    laws, token = after[path[:-1]], path[-1]
+    return any(bool(law[token] > 0 if law.ndim else law == token) for law in laws)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -106,7 +105,7 @@ class Settings:
                 if value is None and name in ("min_p", "top_h"):
                     continue
                 number = isinstance(value, int | float) and not isinstance(value, bool)
-                if not number or not math.isfinite(value) or not fine(value):
+                if not number or not abs(value) <= LARGEST or not fine(value):
                     raise InputError(f"{name} is {value!r}", f"Give {wanted}.")
         for name in ("do_sample", "remove_invalid_values"):
             if not isinstance(getattr(self, name), bool):
@@ -147,19 +146,22 @@ class Settings:
         return {name: [i for i in ids if i is not None] for name, ids in named.items()}
 
 
+LARGEST = 1e38  # float32, in which laws are made, holds little more
+
+
 def _whole(x: float) -> bool:
     return x == int(x) and x >= 0
 
 
 RANGES: list[tuple[str, Callable[[float], bool], str]] = [
-    ("temperature", lambda x: x >= 0, "a number >= 0"),
+    ("temperature", lambda x: x >= 0, "a number in [0, 1e38]"),
     ("top_k no_repeat_ngram_size", _whole, "an integer >= 0, 0 for no rule"),
     ("min_new_tokens", _whole, "an integer >= 0"),
     ("top_p typical_p", lambda x: 0 < x <= 1, "a number in (0, 1]"),
     ("min_p", lambda x: 0 <= x <= 1, "None or a number in [0, 1]"),
     ("top_h", lambda x: 0 < x <= 1, "None or a number in (0, 1]"),
     ("epsilon_cutoff eta_cutoff", lambda x: 0 <= x < 1, "a number in [0, 1)"),
-    ("repetition_penalty", lambda x: x > 0, "a number > 0"),
+    ("repetition_penalty", lambda x: 1e-30 <= x <= 1e30, "a number in [1e-30, 1e30]"),
 ]
 OF_THE_CALL = ("eos_ids", "max_new_tokens")
 

@@ -10,17 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..heads.draft import Plan
-from ..heads.errors import InputError
+from ..heads.errors import InputError, check_count, check_switch
 from ..heads.protocols import Drafter
 from .assembly import (
     build_drafter,
     build_plan,
     build_target,
     check_drafter,
+    check_names,
     default_plan,
     local_folder,
 )
-from .decode import Record, Row, decode
+from .decode import Record, Row, check_record, decode
 from .drafters import Plain
 from .prompts import prompt_ids, stop_rule
 from .settings import Settings, settings_for
@@ -68,8 +69,8 @@ class Speculator:
         cls,
         heads: str | Path | None = None,
         *,
-        target: str | nn.Module | TargetModel | None = None,
-        drafter: str | nn.Module | Drafter | None = None,
+        target: str | Path | nn.Module | TargetModel | None = None,
+        drafter: str | Path | nn.Module | Drafter | None = None,
         tokenizer: Any = None,
         plan: Plan | int | None = None,
         allow_other_target: bool = False,
@@ -94,9 +95,9 @@ class Speculator:
         Raises:
             InputError: names, files or arguments that do not fit.
         """
-        if heads is None and target is None:
-            raise InputError("neither heads nor a target is given", "Give a heads folder.")
-        check_drafter(drafter, heads)
+        check_names(heads, target, tokenizer, named)
+        check_switch("allow_other_target", allow_other_target)
+        check_drafter(drafter, heads, widen)
         folder = None if heads is None else local_folder(str(heads))
         model = build_target(target, folder, tokenizer, named)
         options = {"allow_other_target": allow_other_target, "widen": widen}
@@ -133,12 +134,9 @@ class Speculator:
         """
         settings = self._settings(sampling, max_new_tokens)
         ids, _ = prompt_ids(self.target, prompts, chat)
-        for name, value in (
-            ("num_return_sequences", num_return_sequences),
-            ("batch_size", batch_size),
-        ):
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name} is {value!r}", "Give an integer, 1 or more.")
+        check_count("num_return_sequences", num_return_sequences)
+        check_count("batch_size", batch_size)
+        check_record(self.drafter, record)
         ids = [row for row in ids for _ in range(num_return_sequences)]
         stop = stop_rule(self.target, stop_strings)
         rows = self._rows(ids, max_new_tokens, seed, stop)
@@ -176,6 +174,8 @@ class Speculator:
             raise InputError("stream takes one prompt and needs a tokenizer", "Use generate.")
         stop = stop_rule(self.target, stop_strings)
         rows = self._rows(ids, max_new_tokens, seed, stop)
+        if not isinstance(stats, Stats | None):
+            raise InputError(f"stats is a {type(stats).__name__}", "Give a Stats, or leave it out.")
         counts = Stats() if stats is None else stats
         return self._stream(rows, settings, counts)
 
@@ -203,9 +203,17 @@ class Speculator:
 
         # transformers passes a mask twice where the signature names one.
         mask = kwargs.get("attention_mask")
+        if kwargs.get("streamer") is not None:
+            raise InputError("custom_generate does not take streamer", "Use Speculator.stream.")
+        if model is not self.target.model:
+            raise InputError(
+                f"custom_generate on a {type(model).__name__} that is not this Speculator's target",
+                "Call generate on the model that it was made of (spec.target.model).",
+            )
         return run(self, input_ids, mask, logits_processor, stopping_criteria, generation_config)
 
     def _settings(self, given: dict[str, Any], max_new_tokens: int) -> Settings:
+        check_count("max_new_tokens", max_new_tokens)
         return settings_for(
             given,
             call=CALL_ARGUMENTS,
@@ -221,8 +229,6 @@ class Speculator:
         seed: int | list[int],
         stop: Callable[[list[int]], bool] | None,
     ) -> list[Row]:
-        if not isinstance(max_new_tokens, int) or max_new_tokens <= 0:
-            raise InputError(f"max_new_tokens is {max_new_tokens!r}", "Give an integer above 0.")
         given = seed if isinstance(seed, list) else [seed]
         if not all(isinstance(s, int) and not isinstance(s, bool) for s in given):
             raise InputError(f"seed is {seed!r}", "Give an integer, or a list of one a row.")

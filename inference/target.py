@@ -105,6 +105,8 @@ class TargetModel:
         """
         if (model is None) == (random is None):
             raise InputError("a target needs one of model and random", "Give exactly one.")
+        texts = {"model": model, "gguf_file": gguf_file, "revision": revision, "adapter": adapter}
+        loading.check_named(texts, random)
         if device_map is not None:
             loading.check_spread(device=device, random=random, adapter=adapter)
         place = loading.resolve_device(device)
@@ -121,8 +123,7 @@ class TargetModel:
                 adapter=adapter,
                 device_map=device_map,
             )
-        named: dict[str, Any] = {"model": model, "gguf_file": gguf_file, "revision": revision}
-        named |= {"adapter": adapter, "random": random}
+        named: dict[str, Any] = {**texts, "random": random}
         named["adapter_fingerprint"] = adapter and loading.adapter_fingerprint(adapter)
         named["seed"] = None if random is None else seed
         loaded.requires_grad_(False)
@@ -201,7 +202,7 @@ class TargetModel:
         Without a template, the contents joined by newlines are tokenized as they are.
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
-            return self.text_ids("\n".join(str(m["content"]) for m in messages))
+            return self.text_ids("\n".join(str(m.get("content") or "") for m in messages))
         encoded = self.tokenizer.apply_chat_template(
             [messages],  # a batch of one: an empty conversation is refused outside of one
             tools or None,

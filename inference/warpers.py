@@ -144,6 +144,23 @@ class Typical(Warper):
         return float(distance[order][min(inside, len(p) - 1)])
 
 
+class WhereLaws:
+    """transformers' own where there is a law to warp: its Categorical refuses any other."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(self, input_ids: Tensor | None, scores_NV: Tensor) -> Tensor:
+        """Scores [N, V]; a row whose tokens are all forbidden, or with NaN or inf, as it is."""
+        lawful_N = scores_NV.amax(-1).isfinite()
+        if bool(lawful_N.all()):
+            return self.theirs(input_ids, scores_NV)
+        result_NV = scores_NV.clone()
+        if bool(lawful_N.any()):
+            result_NV[lawful_N] = self.theirs(input_ids, scores_NV[lawful_N])
+        return result_NV
+
+
 class RepetitionPenalty:
     """Divides the positive scores of tokens seen by the penalty, multiplies the others."""
 
@@ -181,6 +198,8 @@ OWN: dict[type, Callable[[Any], Any]] = {
     stock.TopPLogitsWarper: TopP,
     stock.MinPLogitsWarper: _single(MinP),
     stock.TypicalLogitsWarper: _single(Typical),
+    stock.TopHLogitsWarper: WhereLaws,
+    stock.EtaLogitsWarper: WhereLaws,
     stock.RepetitionPenaltyLogitsProcessor: lambda p: (
         RepetitionPenalty(p.penalty) if p.prompt_ignore_length is None else p
     ),

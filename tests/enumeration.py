@@ -152,7 +152,9 @@ def decode_law(
     speculator = Speculator(target, drafter, plan)
 
     def run(tape: Tape) -> tuple[tuple[int, ...], ...]:
-        patch.setattr(decode, "RowNoise", lambda seeds, lengths: TapeNoise(tape, seeds, lengths))
+        patch.setattr(
+            decode, "RowNoise", lambda seeds, lengths, names: TapeNoise(tape, seeds, lengths)
+        )
         ids = speculator.generate(prompts, do_sample=True, **settings).token_ids
         return tuple(map(tuple, ids))
 

@@ -2,16 +2,19 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from attention_reference import Seen, layer_output, rms
-from fixtures import batch_of, double, make_head, tiny
+from fixtures import PROMPTS, TARGETS, batch_of, double, make_head, tiny
 from torch import Tensor
 from torch.nn import Module
 
-from selfdraft.heads import HEADS, InputError, load_head, save_head
+from selfdraft.heads import HEADS, InputError, Plan, load_head, save_head
+from selfdraft.inference import packed, rounded
 from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.target import TargetModel
 
 DEPTH = 3
 SETTINGS = [
@@ -102,3 +105,25 @@ def test_an_mtp_head_drafts_from_a_prompt_of_one_token() -> None:
         out = Speculator(target, head).generate([[3], [7, 1]], max_new_tokens=12)
         expected = Speculator(target).generate([[3], [7, 1]], max_new_tokens=12)
         assert out.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+@pytest.mark.parametrize("make", [packed.product, rounded.product])
+def test_a_packed_head_takes_one_product_a_step(kind: str, make: Any) -> None:
+    """For queries, keys and values alike, of new tokens and of drafted ones."""
+    target = TargetModel.load(random=TARGETS["llama"], dtype="float32", device="cpu")
+    head = make_head(kind, target.spec, taps=[1])
+    packed.pack_linears(head, make)
+    layer = head.cells[0].layer
+    if not isinstance(layer.q_proj, packed.SharedLinear):
+        pytest.skip("no packed linears here")
+    calls, inner = [], layer.q_proj.shared.product
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return inner(x)
+
+    layer.q_proj.shared.product = counted
+    rounds = Speculator(target, head, Plan(3)).generate(PROMPTS[0], max_new_tokens=8).stats.rounds
+    # One product to read the prompt; a round drafts three tokens with two steps and reads its own.
+    assert rounds < len(calls) <= 1 + 3 * rounds
