@@ -141,7 +141,7 @@ def test_heads_on_an_adapted_target(base, tmp_path):
 
     with pytest.raises(InputError, match=rf"adapter .*adapter' there, .*{other}' here"):
         Speculator.from_pretrained(run, adapter=str(other))
-    with pytest.raises(InputError, match=r"adapter .* there, None here"):
+    with pytest.raises(InputError, match=r"adapter .* there, no adapter here"):
         Speculator.from_pretrained(run, adapter=None)
     with pytest.warns(UserWarning, match="another fingerprint"):
         spec = Speculator.from_pretrained(run, adapter=str(other), allow_other_target=True)
