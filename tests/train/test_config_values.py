@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from test_config import MINIMAL, problems, write
+from config_files import MINIMAL, problems, write
 
 from selfdraft.train.config import load_config
 from selfdraft.train.hub import shard
