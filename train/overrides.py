@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -15,11 +15,6 @@ INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 2e-5 as text, since it wants a dot, 1:30 as 90 and 010 as 8; it keeps the last
     of equal keys, and lets a value hold itself."""
-
-    yaml_implicit_resolvers: ClassVar[Any] = {
-        first: [(tag, form) for tag, form in found if tag not in (INT, FLOAT)]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -50,6 +45,10 @@ _FORMS = {
     INT: rf"[-+]?({_DIGITS}|0x[\da-fA-F_]+|0b[01_]+)$",
     FLOAT: rf"[-+]?({_DIGITS}(\.[\d_]*)?[eE][-+]?\d+|{_DIGITS}\.[\d_]*|\.\d[\d_]*([eE][-+]?\d+)?"
     r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in found if tag not in (INT, FLOAT)]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _form in _FORMS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
