@@ -169,7 +169,10 @@ def check_target(
     if differing and not allow_other:
         what = "another tokenizer" if differing == ["tokenizer"] else "other weights"
         if trained.get("adapter_fingerprint") != met.get("adapter_fingerprint"):
-            what = f"adapter {trained.get('adapter')!r} there, {met.get('adapter')!r} here"
+            names = [identity.get("adapter") for identity in (trained, met)]
+            what = f"{_adapter(names[0])} there, {_adapter(names[1])} here"
+            if names[0] == names[1]:
+                what = f"{_adapter(names[0])} has other weights than it had then"
         raise InputError(
             f"{where} was made for another target than {_named(met)}: {what} "
             f"({differing[0]} {trained[differing[0]]} there, {met[differing[0]]} here)",
@@ -189,7 +192,13 @@ def _named(identity: dict[str, Any]) -> str:
     """How an error names a target."""
     if identity.get("random"):
         return f"the random target of seed {identity.get('seed')}"
-    return f"the target {identity.get('model')!r}"
+    adapter = identity.get("adapter")
+    added = f" with {_adapter(adapter)}" if adapter else ""
+    return f"the target {identity.get('model')!r}{added}"
+
+
+def _adapter(name: str | None) -> str:
+    return f"adapter {name!r}" if name else "no adapter"
 
 
 def _read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:

@@ -40,7 +40,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Runs a command: bad input is printed, without a traceback, and gives 2; Ctrl-C gives 130.
+    """Runs a command: bad input is printed, without a traceback, and gives 2, as does a file in the
+    place of a folder or the reverse; Ctrl-C gives 130.
 
     What all processes of a run meet is printed once: the others leave it to the first for a while,
     at whose end the launcher ends them.
@@ -51,6 +52,12 @@ def exit_code(main: Callable[[], int]) -> int:
         if int(os.environ.get("RANK", "0")):
             time.sleep(PATIENCE)
         print(error, file=sys.stderr)
+        return 2
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        if error.filename is None:
+            raise
+        reason = f"{error.filename}: {error.strerror}"
+        print(f"{reason}\nMove it away, or name another place in the config.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

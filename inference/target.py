@@ -195,9 +195,16 @@ class TargetModel:
         }
 
     def chat_ids(
-        self, messages: list[dict], add_generation_prompt: bool = True, tools: list | None = None
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool = True,
+        tools: list | None = None,
+        template: str | None = None,
     ) -> list[int]:
         """Ids of a conversation through the chat template, BOS as the template has it.
+
+        Args:
+            template: instead of the tokenizer's own.
 
         Without a template, the contents joined by newlines are tokenized as they are.
         """
@@ -206,6 +213,7 @@ class TargetModel:
         encoded = self.tokenizer.apply_chat_template(
             [messages],  # a batch of one: an empty conversation is refused outside of one
             tools or None,
+            chat_template=template,
             add_generation_prompt=add_generation_prompt,
             return_dict=True,
         )

@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_argument("--mode", choices=MODES, help="one figure of the first kind, as JSON")
     cli.add_argument("--steps", type=int, default=8)
     cli.add_argument("--json", help="write the report here")
-    options = cli.parse_args(argv)
+    options = cli.parse_intermixed_args(argv)
     return exit_code(lambda: run(options))
 
 

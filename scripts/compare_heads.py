@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_options(cli)
     cli.add_argument("--json", default="docs/results/heads.json", help="write the report here")
     cli.set_defaults(minutes=10.0)
-    options = cli.parse_args(argv)
+    options = cli.parse_intermixed_args(argv)
     return exit_code(lambda: run(options))
 
 

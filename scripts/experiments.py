@@ -7,7 +7,6 @@ the first has left, and other settings never meet it.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import math
@@ -35,6 +34,7 @@ from selfdraft.train.data import load_documents
 from selfdraft.train.distill import open_features
 from selfdraft.train.evaluate import TAUS
 from selfdraft.train.limits import Limits
+from selfdraft.train.locks import locked
 from selfdraft.train.overrides import parse_yaml
 from selfdraft.train.tracking import METRICS
 
@@ -42,6 +42,10 @@ MANY = 10**6
 """Steps of a run that minutes end."""
 LAYOUT = ("pack", "bucket", "eval_prompts", "answer_batch_size", "answers_drafter")
 """Fields of `data` that change neither the answers nor their features."""
+
+BASE = "base"
+RESERVED = (BASE, "plain", "hf", "ngram")
+"""Rows that variants are compared with."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ def read_variants(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(named, dict) or not all(isinstance(v, dict) for v in named.values()):
         problems, named = problems or ["it is not name -> {dotted key: value}"], {}
     problems += [f"{n!r} is no name" for n in named if not re.fullmatch(r"[\w.-]+", str(n))]
+    problems += [f"{n!r} is a row of the report already" for n in named if str(n) in RESERVED]
     if problems:
         raise InputError(f"{path}: {'; '.join(problems)}", "For example  tv: {head.loss: tv}")
     return {str(name): fields for name, fields in named.items()}
@@ -155,7 +160,15 @@ def overridden(
 
 def make_variant(name: str, base: TrainConfig, config: TrainConfig, output: Path) -> Variant:
     """`config` in a folder of its own below `output`.  Variants whose data is made like that of
-    `base` share its answers and its feature cache; others have theirs below `output`."""
+    `base` share its answers and its feature cache; others have theirs below `output`.
+
+    Raises:
+        InputError: nothing is held out, so that there is nothing to compare.
+    """
+    if not config.data.eval_prompts:
+        raise InputError(
+            f"{name} has data.eval_prompts 0", "Hold out some: trainings are compared by them."
+        )
     # A random target is another one with another seed.
     seed = base.seed if config.target.random is None else config.seed
     mine = [_made_with(c, seed, *LAYOUT, "features", "overlong") for c in (base, config)]
@@ -198,17 +211,10 @@ def workplace(output: Path) -> Iterator[int]:
     Raises:
         InputError: another command, or a training that it left, is at work there.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(
-                f"{output} is in use by another process", "Wait for it, or give another --output."
-            ) from None
+    with locked(output, "Give another --output.") as lock:
         previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
-            yield lock.fileno()
+            yield lock
         finally:
             signal.signal(signal.SIGTERM, previous)
 
@@ -270,6 +276,8 @@ def figures(variant: Variant) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / METRICS).open()]
     tokens, seconds = sum(line.get("tokens", 0) for line in lines), found.state["seconds"]
     best = read_description(folder)
+    if best["tau"] is None:
+        raise InputError(f"{variant.name} has no held-out tau", "Give more prompts.")
     return {
         "name": variant.name,
         "kind": best["kind"],

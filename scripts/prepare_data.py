@@ -9,10 +9,13 @@ feature cache is filled too, so that training needs no more of the target than i
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 
-from selfdraft.heads.errors import exit_code
+from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.embeddings import save_ends
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.answers import Answerer, answer_all, open_answers, plan_requests, read_prompts
@@ -21,11 +24,32 @@ from selfdraft.train.data import check_data, load_documents
 from selfdraft.train.distill import open_features
 from selfdraft.train.formats import Conversation
 from selfdraft.train.hub import fetch, is_hub
+from selfdraft.train.locks import locked
 from selfdraft.train.recording import RecordedStates
 
 
 def prepare(config: TrainConfig) -> int:
-    """Fetches, answers and computes what is not there yet, and prints what was done."""
+    """Fetches, answers and computes what is not there yet, and prints what was done.
+
+    Raises:
+        InputError: whatever is wrong with config, data or target; several processes, or another
+            one at work in output_dir or on the answers.
+    """
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise InputError(
+            f"{processes} processes are to prepare the data, and each would write all of it",
+            "Run it in one: python scripts/prepare_data.py CONFIG.",
+        )
+    with (
+        locked(Path(config.output_dir), "Choose another output_dir."),
+        locked(config.answers_file, "Set data.file to another name.", file=True)
+        if config.data.prompts is not None
+        else nullcontext(),
+    ):
+        return _prepare(config)
+
+
+def _prepare(config: TrainConfig) -> int:
     data = config.data
     for name in (data.prompts, data.file):
         if name is not None and is_hub(name):
@@ -76,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Let the target answer a config's prompts.")
     parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as seed=1")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     return exit_code(lambda: prepare(load_config(arguments.config, arguments.overrides)))
 
 

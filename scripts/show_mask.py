@@ -55,7 +55,7 @@ def show(config: TrainConfig, rows: int, console: Console) -> int:
     check_data(config)
     target = load_target(config)
     documents = load_documents(config, target)
-    found = sorted(documents.train + documents.eval, key=lambda document: document.row)
+    found = sorted(documents.train + documents.held_out, key=lambda document: document.row)
     for document in found[:rows]:
         trained = sum(document.loss_mask)
         console.rule(f"row {document.row}: {trained} of {len(document.ids)} tokens are trained")

@@ -20,10 +20,9 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import bench, experiments
 from selfdraft.scripts.bench_report import conditions, write
-from selfdraft.scripts.experiments import Variant
+from selfdraft.scripts.experiments import BASE, Variant
 from selfdraft.scripts.heads_report import table
 
-BASE = "base"
 COLUMNS = {
     "name": "variant",
     "parameters": "parameters",
@@ -118,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_options(cli)
     cli.add_argument("--json", default="docs/results/sweep.json", help="write the report here")
     cli.set_defaults(limit=4, max_new_tokens=48)
-    options = cli.parse_args(argv)
+    options = cli.parse_intermixed_args(argv)
     if options.variants is None:
         cli.error("--variants is needed")
     return exit_code(lambda: run(options))

@@ -13,7 +13,7 @@ from launch import finish, start, write_config
 from training import make_config, write_data
 
 from selfdraft.heads.errors import InputError
-from selfdraft.scripts import bench, compare_heads, experiments, sweep
+from selfdraft.scripts import bench, bench_train, compare_heads, experiments, sweep
 from selfdraft.scripts.acceptance import Watched
 from selfdraft.scripts.bench_report import Method, Run, row
 from selfdraft.train.config import PACKAGE, TrainConfig, load_config
@@ -159,13 +159,42 @@ def test_seeds_of_a_named_target_share_its_data(tmp_path):
         assert (len(folders) == 1) == shared and by_seed[1].config.seed == 1
 
 
-@pytest.mark.parametrize("text", ["[a, b]", "tv: loss", "'a/b': {}", "a: {", "a: {}\na: {}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a, b]",
+        "tv: loss",
+        "'a/b': {}",
+        "a: {",
+        "a: {}\na: {}",
+        "base: {}",
+        "plain: {}",
+        "hf: {}",
+        "ngram: {}",
+    ],
+)
 def test_bad_variants_are_two_lines(tmp_path, text):
     path = tmp_path / "v.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
         experiments.read_variants(path)
     assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", [compare_heads, sweep, bench_train])
+def test_overrides_may_follow_options(tmp_path, capsys, command):
+    """And one of them may ask for nothing to be held out, which leaves nothing to compare."""
+    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}")
+    config, common = place(tmp_path)[0], ["--json", str(tmp_path / "x.json")]
+    own = {compare_heads: ["--kinds", "hydra"], bench_train: ["--kinds", "hydra", "--steps", "1"]}
+    options = own.get(command, ["--variants", str(tmp_path / "v.yaml"), "--steps", "1"])
+    assert command.main([config, *common, *options, "optim.lrr=1"]) == 2
+    assert "optim.lrr = 1: unknown key" in capsys.readouterr().err
+    if command is not bench_train:
+        output = ["--output", str(tmp_path / "all")]
+        assert command.main([config, *common, *output, *options, "data.eval_prompts=0"]) == 2
+        assert "has data.eval_prompts 0" in capsys.readouterr().err
+    assert not (tmp_path / "all").exists() and not (tmp_path / "x.json").exists()
 
 
 @pytest.mark.parametrize("more", [["--kinds", "hydro"], ["--minutes", "0"], ["--limit", "0"]])

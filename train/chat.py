@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
+
+from jinja2 import TemplateSyntaxError
 
 from ..heads.errors import InputError
 from ..inference.target import TargetModel
 from .formats import Conversation, Message
 from .reading import RowError
+
+DAY = datetime(2026, 1, 1, 12)
+"""What training data has for today."""
+_CODES = [f"%{flag}{code}" for flag in ("", "-") for code in "aAbBcdDeFHIjmMpSTuUVwWxXyYZ"]
+_DATED = (
+    "{%- macro strftime_now(format) %}{{- format"
+    + "".join(f"|replace({code!r}, {DAY.strftime(code)!r})" for code in _CODES)
+    + " }}{%- endmacro %}{{- '' }}"
+)
+"""Begins a template that shadows transformers' function; the empty text behind it keeps the newline
+that a template may begin with."""
 
 
 def chat_ids(chat: Conversation, target: TargetModel, *, prompt: bool) -> list[int]:
@@ -25,11 +39,28 @@ def chat_ids(chat: Conversation, target: TargetModel, *, prompt: bool) -> list[i
         RowError: the template refuses the messages.
     """
     try:
-        return target.chat_ids(chat.messages, add_generation_prompt=prompt, tools=chat.tools)
+        template = _undated(target, chat.tools)
+        return target.chat_ids(chat.messages, prompt, chat.tools, template)
     except InputError:
         raise
-    except Exception:  # a template may meet anything in foreign rows
-        raise RowError("the chat template refuses the messages") from None
+    except TemplateSyntaxError as error:  # of every row alike
+        raise InputError(
+            f"the chat template is no template: line {error.lineno}: {error.message}",
+            "Repair chat_template.jinja beside the target's tokenizer.",
+        ) from None
+    except Exception as error:  # a template may meet anything in foreign rows
+        reason = " ".join(str(error).split())[:80] or type(error).__name__
+        raise RowError(f"the chat template refuses the messages: {reason}") from None
+
+
+def _undated(target: TargetModel, tools: list[dict[str, Any]]) -> str | None:
+    """The template with `strftime_now` of DAY, where it asks for the date: rows stay the same
+    whenever a run goes on.  None: it does not ask."""
+    tokenizer = target.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
+        return None
+    template: str = tokenizer.get_chat_template(tools=tools or None)
+    return _DATED + template if "strftime_now" in template else None
 
 
 def masked_chat(

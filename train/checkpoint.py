@@ -28,7 +28,7 @@ from ..heads.checkpoint import DESCRIPTION, read_description, sha256
 from .config import TrainConfig
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.pt", "random.pt", "state.json"
-COMPLETE = "complete.json"
+COMPLETE, FOLDER = "complete.json", "checkpoints"
 FORMAT = 1
 
 
@@ -43,6 +43,10 @@ class Checkpoint:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.state["step"]
+
+    def lies_in(self, output_dir: str | Path) -> bool:
+        """Is it one of the run in `output_dir`?"""
+        return self.folder.resolve().parent == (Path(output_dir) / FOLDER).resolve()
 
     def weights(self) -> dict[str, Tensor]:
         """The head's state dict."""
@@ -69,7 +73,7 @@ def save(
     Returns:
         its folder.
     """
-    folder = Path(output_dir) / "checkpoints" / f"step-{state['step']}"
+    folder = Path(output_dir) / FOLDER / f"step-{state['step']}"
     for left_by_a_kill in folder.parent.glob(".step-*"):
         shutil.rmtree(left_by_a_kill)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -127,7 +131,7 @@ def load(folder: str | Path) -> Checkpoint:
 
 def numbered(output_dir: str | Path) -> list[tuple[int, Path]]:
     """(N, folder) of every checkpoints/step-N, highest first; other names are not ours."""
-    found = (Path(output_dir) / "checkpoints").glob("step-*")
+    found = (Path(output_dir) / FOLDER).glob("step-*")
     matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in found if path.is_dir()]
     return sorted(((int(m[1]), path) for m, path in matches if m), reverse=True)
 
@@ -177,6 +181,11 @@ def find_resume(config: TrainConfig) -> Checkpoint | None:
             )
         return None
     found = latest(output) if config.resume == "latest" else load(config.resume)
+    if found is None and (broken := [folder.name for _, folder in numbered(output)]):
+        raise InputError(
+            f"no checkpoint of {output} is whole: {', '.join(broken)}",
+            "Restore one, or move them away to start from step 0.",
+        )
     if found is not None:
         _check_head(found.state["head"], config, found.folder)
         if config.resume != "latest":

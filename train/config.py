@@ -23,7 +23,7 @@ from ..heads import HEADS, HeadConfig
 from ..heads.errors import InputError, nearest
 from .hub import is_hub, shard
 from .overrides import apply_overrides, parse_yaml
-from .sections import DataConfig, Section
+from .sections import DataConfig, Section, UserPath
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -51,10 +51,10 @@ class TargetConfig(Section):
         random: instead of `model`, a transformers config that is initialised from the run's seed.
     """
 
-    model: str | None = None
+    model: UserPath | None = None
     gguf_file: str | None = None
     revision: str | None = None
-    adapter: str | None = None
+    adapter: UserPath | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     device_map: Annotated[Any, BeforeValidator(_device_map)] = None
@@ -152,9 +152,18 @@ class TrainConfig(Section):
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig
     tracking: TrackingConfig = TrackingConfig()
-    output_dir: str = Field(min_length=1)
+    output_dir: UserPath = Field(min_length=1)
     seed: int = Field(default=0, ge=0, lt=2**32)
-    resume: str = "none"
+    resume: UserPath = "none"
+
+    @model_validator(mode="after")
+    def _judged_by_something(self) -> Self:
+        by_rows = self.schedule.patience is not None or self.schedule.select != "tau"
+        if by_rows and not self.data.eval_prompts:
+            raise ValueError(
+                "schedule.patience and schedule.select go by held-out rows, data.eval_prompts is 0"
+            )
+        return self
 
     @property
     def answers_file(self) -> Path:
@@ -203,6 +212,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         config = TrainConfig.model_validate(raw)
     except ValidationError as error:
         kind = raw["head"].get("kind") if isinstance(raw.get("head"), dict) else None
+        kind = kind if isinstance(kind, str) else None
         problems += [_describe(e, kind) for e in error.errors(include_url=False)]
     if problems:
         raise ConfigError(

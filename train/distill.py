@@ -9,7 +9,6 @@ earlier ones were interrupted.  Features are kept by document, however batches a
 from __future__ import annotations
 
 import json
-import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,31 +25,34 @@ from ..heads.checkpoint import replace_file, sha256
 from ..heads.protocols import Features
 from ..inference.embeddings import REFILL, TargetEnds
 from ..inference.target import TargetModel
+from . import caches
+from .caches import INDEX, chunk_name, is_whole, read_index
 from .config import TrainConfig
 from .data import Documents
 from .features import FeatureSource, OnlineFeatures, compute
-from .packing import Document, digest
+from .locks import locked
+from .packing import Document
 from .recording import RecordedStates
 from .rounding import bytes_a_state
 from .sections import FeaturesConfig
 from .tracking import is_main, say
 
-INDEX, FORMAT = "index.json", 1
 CHUNK_ROWS, CHUNK_TOKENS = 64, 8192
 """Bounds of a chunk: documents, and tokens once padded, so that a forward fits in memory."""
 
 
 class FeatureCache(FeatureSource):
-    """Features of `documents`, which are told apart by `Document.row`, in a folder.
+    """Features of `documents`, which are told apart by `Document.row`, on disk.
 
-    chunk-*.safetensors hold the documents' tokens end to end (hidden [tokens, D], taps
-    [tokens, K, D], as `rounding.encode` gives them); index.json holds the fingerprint, each
-    finished chunk's sha256, and whether all are there.  A cache of more taps serves fewer.
+    In the cache's own folder below `root` (see caches.py) chunk-*.safetensors hold the documents'
+    tokens end to end (hidden [tokens, D], taps [tokens, K, D], as `rounding.encode` gives them);
+    index.json holds the fingerprint, each finished chunk's sha256, and whether all are there.  A
+    complete cache of more taps serves fewer.
     """
 
     def __init__(
         self,
-        folder: Path,
+        root: Path,
         target: TargetModel,
         documents: list[Document],
         taps: list[int],
@@ -59,9 +61,10 @@ class FeatureCache(FeatureSource):
         pack: int | None = None,
     ) -> None:
         super().__init__(target, pack)
-        self.folder, self.config, self.recorded = folder, config, recorded
+        self.root, self.config, self.recorded = root, config, recorded
         self.chunks = make_chunks(documents)
-        self.fingerprint = self._served(fingerprint(target, documents, taps, config.dtype))
+        wanted = caches.fingerprint(target, documents, taps, config.dtype)
+        self.folder, self.fingerprint = caches.serving(root, wanted)
         self.taps: list[int] = self.fingerprint["taps"]
         self.columns = [self.taps.index(tap) for tap in taps]
         self.tokens = sum(len(d.ids) for d in documents)
@@ -76,13 +79,6 @@ class FeatureCache(FeatureSource):
         self._reader = ThreadPoolExecutor(1, "features")  # the only one that opens files
         self._expected: tuple[list[Document], Future[Features]] | None = None
 
-    def _served(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The fingerprint of the cache that is there, where all that it lacks is fewer taps."""
-        index = self._read_index()
-        there = {} if index is None else index["fingerprint"]
-        same = {**there, "taps": wanted["taps"]} == wanted
-        return there if same and {*wanted["taps"]} <= {*there["taps"]} else wanted
-
     # -- filling ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -95,9 +91,7 @@ class FeatureCache(FeatureSource):
         """
         self._check_size()
         if isinstance(self.target, TargetEnds) and not self._finished():
-            raise InputError(
-                f"data.features.cache_only is set, but {self.folder} {self._lack()}", REFILL
-            )
+            raise InputError(f"data.features.cache_only is set, but {self._lack()}", REFILL)
         if is_main():
             self._fill()
         else:
@@ -121,28 +115,29 @@ class FeatureCache(FeatureSource):
 
     def _lack(self) -> str:
         """Why this cache is not complete, for an error."""
-        index = self._read_index()
+        index = read_index(self.folder)
         if index is None:
-            return "holds no features"
-        if differing := self._differing(index):
-            return f"was made with other {', '.join(differing)}"
-        whole = sum(_whole(self.folder / n, s) for n, s in index["chunks"].items())
-        return f"has only {whole} of {len(self.chunks)} chunks whole"
-
-    def _differing(self, index: dict[str, Any]) -> list[str]:
-        return [k for k, v in self.fingerprint.items() if index["fingerprint"].get(k) != v]
+            return f"{self.root} holds no features{caches.others(self.root, self.fingerprint)}"
+        whole = sum(is_whole(self.folder / n, s) for n, s in index["chunks"].items())
+        return f"{self.folder} has only {whole} of {len(self.chunks)} chunks whole"
 
     def _fill(self) -> None:
-        done = self._usable()
-        missing = [n for n in range(len(self.chunks)) if _name(n) not in done]
-        if not missing:
+        """A complete cache is written by nobody, so those who read it need no lock."""
+        if self._finished():
             say(f"features: {self.tokens} tokens read from {self.folder}")
-            self._write_index(done)
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if others := caches.others(self.root, self.fingerprint):
+            say(f"features: other caches stay, delete what no run needs:{others}")
+        with locked(self.folder, "Set data.features.folder to another one."):
+            self._compute()
+
+    def _compute(self) -> None:
+        done = self._usable()
+        missing = [n for n in range(len(self.chunks)) if chunk_name(n) not in done]
+        self._write_index(done)
         progress = tqdm(total=len(self.chunks), initial=len(done), desc="features", unit="chunk")
         for number in missing:
-            path = self.folder / _name(number)
+            path = self.folder / chunk_name(number)
             tensors = self._compute_chunk(number)
             replace_file(path, lambda to, tensors=tensors: save_file(tensors, to))
             done[path.name] = sha256(path)
@@ -153,36 +148,23 @@ class FeatureCache(FeatureSource):
             self.recorded.remove()
 
     def _usable(self) -> dict[str, str]:
-        """Checksums of the chunks that are whole; clears the folder of another fingerprint."""
-        index = self._read_index()
-        if index is None:
+        """Checksums of the chunks that are whole."""
+        index = read_index(self.folder)
+        if index is None or index["fingerprint"] != self.fingerprint:
             return {}
-        if differing := self._differing(index):
-            say(f"features: {self.folder} was made with other {', '.join(differing)}; made anew")
-            for path in self.folder.iterdir():
-                if path.name == INDEX or re.fullmatch(r"chunk-\d+\.safetensors", path.name):
-                    path.unlink()
-            return {}
-        whole = {n: s for n, s in index["chunks"].items() if _whole(self.folder / n, s)}
+        whole = {n: s for n, s in index["chunks"].items() if is_whole(self.folder / n, s)}
         if damaged := len(index["chunks"]) - len(whole):
             say(f"features: {damaged} damaged or missing chunk(s) in {self.folder} are made anew")
         return whole
 
     def _finished(self) -> bool:
-        index = self._read_index()
+        index = read_index(self.folder)
         return (
             index is not None
             and index["fingerprint"] == self.fingerprint
             and index["complete"]
-            and all(_whole(self.folder / n, s) for n, s in index["chunks"].items())
+            and all(is_whole(self.folder / n, s) for n, s in index["chunks"].items())
         )
-
-    def _read_index(self) -> dict[str, Any] | None:
-        try:
-            index = json.loads((self.folder / INDEX).read_text())
-            return index if {"fingerprint", "chunks", "complete"} <= index.keys() else None
-        except (OSError, ValueError, AttributeError):
-            return None
 
     def _write_index(self, done: dict[str, str]) -> None:
         complete = len(done) == len(self.chunks)
@@ -221,7 +203,7 @@ class FeatureCache(FeatureSource):
         """Only the rows asked for are read from disk."""
         number, start, stop = self._place[document.row]
         if number not in self._open:
-            self._open[number] = safe_open(self.folder / _name(number), framework="pt")
+            self._open[number] = safe_open(self.folder / chunk_name(number), framework="pt")
         file = self._open[number]
         found = {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
         if len(self.columns) < len(self.taps):
@@ -257,31 +239,3 @@ def make_chunks(documents: list[Document]) -> list[list[Document]]:
             chunks.append([])
         chunks[-1].append(document)
     return chunks
-
-
-def fingerprint(
-    target: TargetModel, documents: list[Document], taps: list[int], dtype: str
-) -> dict[str, Any]:
-    """Everything that the features depend on."""
-    identity = target.spec.identity
-    return {
-        "format": FORMAT,
-        "target": identity["fingerprint"],
-        "target dtype": identity["dtype"],
-        "adapter": identity.get("adapter"),
-        "tokenizer": identity.get("tokenizer"),
-        "taps": taps,
-        "dtype": dtype,
-        "documents": digest(documents),
-    }
-
-
-def _name(number: int) -> str:
-    return f"chunk-{number:05d}.safetensors"
-
-
-def _whole(path: Path, checksum: str) -> bool:
-    try:
-        return sha256(path) == checksum
-    except OSError:
-        return False

@@ -6,6 +6,7 @@ named).
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -28,8 +29,10 @@ def is_hub(name: str) -> bool:
 
 def shard(name: str, folder: Path, limit: int | None) -> Path:
     """The local file of the first `limit` rows (None: all) of a hub dataset."""
-    slug = re.sub(r"[^A-Za-z0-9.]+", "-", name.removeprefix("hub:")).strip("-")
-    return folder / "hub" / f"{slug}{'' if limit is None else f'-{limit}'}.jsonl"
+    slug = re.sub(r"[^A-Za-z0-9._]+", "-", name.removeprefix("hub:")).strip("-")
+    rows = "" if limit is None else f"-{limit}"
+    digest = hashlib.sha256(f"{name} {limit}".encode()).hexdigest()[:8]  # names may share a slug
+    return folder / "hub" / f"{slug}{rows}-{digest}.jsonl"
 
 
 def fetch(name: str, path: Path, limit: int | None) -> int:

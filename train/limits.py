@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,11 +23,13 @@ class Limits:
         """
         self.schedule = schedule
         self.seconds: float = state.get("seconds", 0.0)
-        self.scores: list[float] = list(state.get("scores", []))
+        same = measured_alike(schedule, state)
+        self.scores: list[float] = list(state.get("scores", [])) if same else []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"seconds": self.seconds, "scores": list(self.scores)}
+        select = self.schedule.select
+        return {"seconds": self.seconds, "scores": list(self.scores), "select": select}
 
     @property
     def spent(self) -> float:
@@ -50,9 +53,17 @@ class Limits:
         return len(self.scores) - 1 - self.scores.index(max(self.scores)) if self.scores else 0
 
 
+def measured_alike(schedule: ScheduleConfig, state: Mapping[str, Any]) -> bool:
+    """Are the scores of a checkpoint of the figure that `schedule.select` asks for?"""
+    return bool(state.get("select", schedule.select) == schedule.select)
+
+
 def score(figures: Mapping[str, Any], schedule: ScheduleConfig) -> float | None:
     """What `schedule.select` asks for, of an evaluation or of head.json; None where that has not
-    got it."""
+    got it.  NaN counts as -inf, which is never better."""
     names = ("tau", "tau_t1") if schedule.select == "mean" else (schedule.select,)
     values = [figures[name] for name in names if figures.get(name) is not None]
-    return sum(values) / len(values) if len(values) == len(names) else None
+    if len(values) < len(names):
+        return None
+    mean = sum(values) / len(values)
+    return -math.inf if math.isnan(mean) else mean

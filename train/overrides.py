@@ -1,4 +1,4 @@
-"""YAML in which 2e-5 is a number and equal keys are noticed, and dotted overrides."""
+"""YAML in which 2e-5 is a number, 1:30 and 010 are none and equal keys are noticed; overrides."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 
 import yaml
 
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 2e-5 as text, since it wants a dot; and it keeps the last of equal keys."""
+    """YAML 1.1 reads 2e-5 as text, since it wants a dot, 1:30 as 90 and 010 as 8; it keeps the last
+    of equal keys, and lets a value hold itself."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.duplicates: list[str] = []
+        self.deep_construct = True  # at once, so that a value that holds itself is an error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A dict; keys met twice are noted in `duplicates`."""
@@ -36,12 +40,19 @@ class _Loader(yaml.SafeLoader):
         return int(value) if whole else value
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
+_DIGITS = r"(0|[1-9][\d_]*)"
+_FORMS = {
+    INT: rf"[-+]?({_DIGITS}|0x[\da-fA-F_]+|0b[01_]+)$",
+    FLOAT: rf"[-+]?({_DIGITS}(\.[\d_]*)?[eE][-+]?\d+|{_DIGITS}\.[\d_]*|\.\d[\d_]*([eE][-+]?\d+)?"
+    r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in found if tag not in (INT, FLOAT)]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _form in _FORMS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
+_Loader.add_constructor(FLOAT, _Loader.construct_number)
 
 
 def parse_yaml(text: str) -> tuple[Any, list[str]]:

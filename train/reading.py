@@ -47,7 +47,7 @@ def read_rows(
     if not path.stat().st_size:
         raise InputError(f"{path} is empty", "It wants one JSON object a line.")
     if path.suffix == ".parquet":
-        yield from _parquet(path)
+        yield from _parquet(path, skipped)
         return
     with path.open("rb") as file:
         array = is_array(file)
@@ -165,20 +165,37 @@ def _check_rest(rest: bytes, path: Path, where: int) -> None:
         )
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet(path: Path, skipped: Counter[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     number = 0
     try:
         with ParquetFile(path) as file:
+            # Times, of which Python lacks some, are in no row that is learned from.
+            types = enumerate(file.schema_arrow.types)
+            columns = [place for place, kind in types if not pyarrow.types.is_temporal(kind)]
             for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
+                for row in _arrow_rows(batch.select(columns)):
                     number += 1
-                    yield number, without_nulls(row)
+                    if isinstance(row, RowError):
+                        skipped[str(row)] += 1
+                    else:
+                        yield number, without_nulls(row)
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} is no whole Parquet file: {reason}", "Get it anew.") from None
+
+
+def _arrow_rows(batch: Any) -> list[dict[str, Any] | RowError]:
+    """Rows of an Arrow batch, or why Python cannot have one."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError, LookupError) as error:
+        if batch.num_rows == 1:
+            text = isinstance(error, UnicodeError)
+            return [RowError("not Unicode text" if text else "a value that Python has not got")]
+        return [row for i in range(batch.num_rows) for row in _arrow_rows(batch.slice(i, 1))]
 
 
 def without_nulls(value: Any) -> Any:

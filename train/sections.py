@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import os
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path in which ~ is the home folder, or a name that is none, such as none or hub:OWNER/NAME."""
 
 
 class Section(BaseModel):
@@ -26,15 +30,16 @@ class FeaturesConfig(Section):
     """The target's hidden states on disk.
 
     Attributes:
-        folder: default OUTPUT_DIR/features.
+        folder: default OUTPUT_DIR/features.  Runs may share it: each cache has a subfolder of its
+            own, which stays until it is deleted by hand.
         dtype: what states are rounded to; see rounding.py.
-        max_gb: the cache stops growing here.
+        max_gb: a run's cache stops growing here.
         cache_only: train with the target's embedding and lm_head alone in memory; the cache is
             filled by scripts/prepare_data.py.
     """
 
     cache: bool = True
-    folder: str | None = None
+    folder: UserPath | None = None
     dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
     max_gb: float = Field(default=20.0, gt=0)
     cache_only: bool = False
@@ -65,8 +70,8 @@ class DataConfig(Section):
         bucket: that many rows of like length follow each other; 1 leaves the order to chance.
     """
 
-    prompts: str | None = None
-    file: str | None = None
+    prompts: UserPath | None = None
+    file: UserPath | None = None
     limit: int | None = Field(default=None, ge=1)
     on_truncated: Literal["error", "keep_whole"] = "error"
     answers: list[Answer] = Field(default_factory=lambda: [Answer()], min_length=1)
@@ -75,7 +80,7 @@ class DataConfig(Section):
     overlong: Literal["cut", "drop"] = "cut"
     eval_prompts: int = Field(default=32, ge=0)
     answer_batch_size: int = Field(default=48, ge=1)
-    answers_drafter: str = "none"
+    answers_drafter: UserPath = "none"
     pack: bool = False
     bucket: int = Field(default=1, ge=1)
     features: FeaturesConfig = FeaturesConfig()

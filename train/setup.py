@@ -20,11 +20,13 @@ from ..heads.losses import draft_index
 from ..heads.vocab import coverage, draft_size, most_frequent
 from ..inference.embeddings import TargetEnds
 from ..inference.target import TargetModel
+from . import zero_config
 from .checkpoint import Checkpoint
-from .config import OptimConfig, TrainConfig
+from .config import OptimConfig, ScheduleConfig, TrainConfig
 from .data import Documents, token_counts
 from .engine import Engine, uses_deepspeed
 from .features import FeatureSource
+from .limits import measured_alike
 from .packing import Document, digest
 from .tracking import is_main, say
 
@@ -107,6 +109,27 @@ def check_run_stream(found: Checkpoint | None, met: dict[str, Any]) -> None:
         )
 
 
+def check_run_measure(found: Checkpoint | None, schedule: ScheduleConfig) -> None:
+    """Warns where the evaluations so far were of another figure."""
+    if found is not None and is_main() and not measured_alike(schedule, found.state):
+        warnings.warn(
+            f"{found.folder} was judged by {found.state['select']}, schedule.select is now "
+            f"{schedule.select}: schedule.patience counts from here",
+            stacklevel=2,
+        )
+
+
+def check_held_out(schedule: ScheduleConfig, documents: Documents) -> None:
+    """Refuses what only held-out rows can decide where there are none."""
+    if not documents.held_out and (schedule.patience is not None or schedule.select != "tau"):
+        raise InputError(
+            f"schedule.patience {schedule.patience} and schedule.select {schedule.select} go by "
+            f"held-out rows, and none of the {len(documents.train)} rows is held out",
+            "Raise data.eval_prompts or give more prompts (a quarter at most is held out), or leave"
+            " patience and select out.",
+        )
+
+
 def make_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:
     """On the target's device; bf16 autocast over float32 weights but for float32 on a CPU.
 
@@ -122,50 +145,32 @@ def make_accelerator(config: TrainConfig, target: TargetModel) -> Accelerator:
     plain = cpu and target.spec.dtype in (torch.float32, torch.float64)
     backend = [InitProcessGroupKwargs(backend="gloo")] if cpu and zero else []
     if cpu and zero:
-        _compile_nothing()
+        zero_config.compile_nothing()
     tracker = config.tracking.tracker
-    accelerator = Accelerator(
-        cpu=cpu and not zero,  # which would drop the DeepSpeed config without a word
-        mixed_precision="no" if plain or zero else "bf16",
-        log_with=None if tracker == "none" else tracker,
-        project_dir=config.output_dir,
-        kwargs_handlers=backend,
-    )
-    if zero:
-        _set_up_deepspeed(accelerator, config, autocast=not plain)
-    return accelerator
-
-
-def _compile_nothing() -> None:
-    """DeepSpeed would build a shared-memory reduction with the machine's C++ compiler, minutes at
-    each first start and never where there is none; gloo's own serves as well."""
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__ = {}
-
-
-def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig, autocast: bool) -> None:
-    """Hands our settings to DeepSpeed: weights stay float32, accumulation and averaging are ours
-    (see step.py)."""
-    settings = accelerator.state.deepspeed_plugin.deepspeed_config
-    stage = settings["zero_optimization"]["stage"]
-    offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    if stage > 2 or offload != "none":
-        raise InputError(
-            f"the DeepSpeed config asks for ZeRO stage {stage} or an offloaded optimizer",
-            "Use stage 2, as configs/accelerate/zero2.yaml does: only the head is trained.",
+    try:
+        accelerator = Accelerator(
+            cpu=cpu and not zero,  # which would drop the DeepSpeed config without a word
+            mixed_precision="no" if plain or zero else "bf16",
+            log_with=None if tracker == "none" else tracker,
+            project_dir=config.output_dir,
+            kwargs_handlers=backend,
         )
-    settings |= {
-        "train_micro_batch_size_per_gpu": config.schedule.batch_size,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.optim.clip,
-        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
-    }
+    except ValueError as error:
+        if not zero:
+            raise
+        raise InputError(
+            f"accelerate refuses the DeepSpeed config: {error}", zero_config.ADVICE
+        ) from None
+    if zero:
+        zero_config.set_up(accelerator, config, autocast=not plain)
+    return accelerator
 
 
 def describe(documents: Documents) -> str:
     """One line about the data."""
-    parts = [f"{len(documents.train)} rows to train on, {len(documents.eval)} held out"]
+    parts = [f"{len(documents.train)} rows to train on, {len(documents.held_out)} held out"]
+    if len(documents.eval) < len(documents.held_out):
+        parts[0] += f", tau is measured on the {len(documents.eval)} greedy ones"
     if documents.cut:
         parts.append(f"{documents.cut} cut to data.max_length")
     if documents.turns:
@@ -177,18 +182,27 @@ def describe(documents: Documents) -> str:
     return f"data: {'; '.join(parts)}"
 
 
-def build_head(config: TrainConfig, target: TargetModel, documents: list[Document]) -> Head:
-    """A new head, its parameters drawn from the run's seed.
+def build_head(
+    config: TrainConfig,
+    target: TargetModel,
+    documents: list[Document],
+    found: Checkpoint | None = None,
+) -> Head:
+    """A new head, its parameters drawn from the run's seed; its draft vocabulary is that of
+    `found`, whatever the documents have become.
 
     Raises:
         InputError: sizes for which there is no memory.
     """
     spec, draft_ids = target.spec, None
     counts_V = token_counts(documents, spec.vocab_size)
-    size = draft_size(counts_V, config.head.draft_vocab, config.head.draft_coverage)
-    if size < spec.vocab_size:
-        draft_ids = most_frequent(counts_V, size)
-        share = coverage(counts_V, draft_ids)
+    if found is not None:
+        draft_ids = found.weights().get("draft_ids")
+    else:
+        size = draft_size(counts_V, config.head.draft_vocab, config.head.draft_coverage)
+        draft_ids = most_frequent(counts_V, size) if size < spec.vocab_size else None
+    if draft_ids is not None:
+        size, share = len(draft_ids), coverage(counts_V, draft_ids)
         say(f"draft vocabulary: {size} of {spec.vocab_size} ids, {share:.1%} of the answers")
     set_seed(config.seed)
     try:

@@ -54,7 +54,7 @@ class MetricsFile:
 
     def write(self, values: dict[str, Any]) -> None:
         """Appends a line; infinities and NaN become null, as JSON has neither."""
-        self.file.write(json.dumps(_finite(values)) + "\n")
+        self.file.write(json.dumps(finite(values)) + "\n")
 
 
 def _step(line: str) -> float:
@@ -64,11 +64,12 @@ def _step(line: str) -> float:
         return math.inf
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A JSON value in which infinities and NaN are null."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

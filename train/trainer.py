@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..heads import InputError, save_head
-from ..heads.checkpoint import DESCRIPTION, WEIGHTS, read_description, replace_file, sha256
+from ..heads.checkpoint import replace_file
 from ..inference.target import TargetModel
 from . import checkpoint as checkpoints
 from . import setup
@@ -29,13 +30,15 @@ from .checkpoint import Checkpoint
 from .config import TrainConfig
 from .data import Documents, check_data, load_documents
 from .distill import open_features
+from .earlier import best_head, finished, named
 from .engine import make_engine
 from .evaluate import TAUS, measure
 from .limits import Limits, score
+from .locks import locked
 from .samples import make_samples
 from .signals import caught_signals
 from .step import Batches, Stepper, learning_rate
-from .tracking import MetricsFile, check_tracker, is_main, make_tracker, say
+from .tracking import MetricsFile, check_tracker, finite, is_main, make_tracker, say
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,17 @@ def run(config: TrainConfig) -> Result:
 
     Raises:
         InputError: whatever is wrong with config, data, target or checkpoint, as early as it can
-            be seen.
+            be seen, or another run at work in output_dir.
         SystemExit: 128 + n after signal n, with a checkpoint saved.
     """
+    alone = locked(Path(config.output_dir), "Choose another output_dir.")
+    with alone if is_main() else nullcontext():
+        return _run(config)
+
+
+def _run(config: TrainConfig) -> Result:
     found = checkpoints.find_resume(config)
-    if found is not None and _finished(found, config):
+    if found is not None and finished(found, config):
         return Result(found.step, best_head(config.output_dir).get("tau"))
     check_tracker(config.tracking)
     check_data(config)
@@ -63,32 +72,9 @@ def run(config: TrainConfig) -> Result:
     setup.check_run_target(found, target, config)
     accelerator = setup.make_accelerator(config, target)
     documents = load_documents(config, target)
+    setup.check_held_out(config.schedule, documents)
     say(setup.describe(documents))
     return Trainer(config, accelerator, target, documents, found).train()
-
-
-def _finished(found: Checkpoint, config: TrainConfig) -> bool:
-    limit = Limits(config.schedule, found.state).reached(found.step)
-    if limit is None or found.state["target_config"] != _named(config):
-        return False
-    say(f"{config.output_dir} is finished: {found.step} steps are done, {limit}; raise it to go on")
-    return True
-
-
-def _named(config: TrainConfig) -> dict[str, Any]:
-    """How the target is named: enough to tell without loading it that it is the same one."""
-    how = {"device", "device_map"}
-    return config.target.model_dump(mode="json", exclude=how) | {"seed": config.seed}
-
-
-def best_head(output_dir: str | Path) -> dict[str, Any]:
-    """head.json of the best head so far, which output_dir holds; empty where there is none, or
-    where a kill has torn it from its weights."""
-    output = Path(output_dir)
-    if not ((output / DESCRIPTION).is_file() and (output / WEIGHTS).is_file()):
-        return {}
-    found = read_description(output)
-    return found if found["sha256"] == sha256(output / WEIGHTS) else {}
 
 
 class Trainer:
@@ -107,7 +93,8 @@ class Trainer:
         self.step, self.output = 0 if found is None else found.step, Path(config.output_dir)
         self.stream = setup.stream(config, documents)
         setup.check_run_stream(found, self.stream)
-        self.module = setup.build_head(config, target, documents.train)
+        setup.check_run_measure(found, config.schedule)
+        self.module = setup.build_head(config, target, documents.train, found)
         self.features = open_features(config, target, documents, self.module.taps)
         if found is None:
             setup.start_from_data(self.module, target, documents.train, self.features)
@@ -130,7 +117,7 @@ class Trainer:
         run_id = found.state.get("tracker_id") if found else None
         self.tracker = make_tracker(accelerator, config, run_id)
         if is_main():
-            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
             replace_file(self.output / "config.yaml", lambda to: Path(to).write_text(text))
             self.metrics = MetricsFile(self.output, self.step)
@@ -241,9 +228,11 @@ class Trainer:
             self.best, self.tau = now, found["tau"]
         weights = self._weights()
         if is_main():
-            notes = {name: found.get(name) for name in (*TAUS, "sharpness")} | {"step": self.step}
+            notes = {name: finite(found.get(name)) for name in (*TAUS, "sharpness")}
             length = self.config.data.max_length
-            save_head(self.output, self.module, weights, trained_length=length, **notes)
+            save_head(
+                self.output, self.module, weights, trained_length=length, step=self.step, **notes
+            )
             held_out = self.documents.eval
             samples = partial(make_samples, self.output, self.target, held_out, self.config)
             self.tracker.log_samples(self.step, samples)
@@ -282,7 +271,7 @@ class Trainer:
                 "tracker_id": self.tracker.run_id,
                 "head": head,
                 "target": self.module.spec.identity,
-                "target_config": _named(self.config),
+                "target_config": named(self.config),
                 **self.limits.state(),
             }
             checkpoints.save(self.output, weights, moments, states, state)

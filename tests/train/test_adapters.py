@@ -141,8 +141,15 @@ def test_heads_on_an_adapted_target(base, tmp_path):
 
     with pytest.raises(InputError, match=rf"adapter .*adapter' there, .*{other}' here"):
         Speculator.from_pretrained(run, adapter=str(other))
-    with pytest.raises(InputError, match=r"adapter .* there, None here"):
+    with pytest.raises(InputError, match=r"adapter .* there, no adapter here"):
         Speculator.from_pretrained(run, adapter=None)
     with pytest.warns(UserWarning, match="another fingerprint"):
         spec = Speculator.from_pretrained(run, adapter=str(other), allow_other_target=True)
     assert spec.generate(PROMPTS, max_new_tokens=24).token_ids == greedy(elsewhere)
+    weights = "adapter_model.safetensors"
+    (adapter / weights).write_bytes((other / weights).read_bytes())
+    said = (
+        rf"adapter '{adapter}' has other weights than it had .*\nLoad .* with adapter '{adapter}'"
+    )
+    with pytest.raises(InputError, match=said):
+        Speculator.from_pretrained(run)

@@ -172,7 +172,7 @@ def test_an_incomplete_or_foreign_cache_is_refused_and_kept(tmp_path):
     config = cache_only(tmp_path)
     prepare(config)
     folder = tmp_path / "features"
-    chunk, *_ = sorted(folder.glob("chunk-*"))
+    chunk, *_ = sorted(folder.glob("cache-*/chunk-*"))
     with pytest.raises(InputError, match="was made with other documents"):
         train(cache_only(tmp_path, data={"max_length": 40}))
     with pytest.raises(InputError, match="was made with other taps"):

@@ -9,7 +9,7 @@ from training import documents, make_target
 
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
-from selfdraft.train import distill
+from selfdraft.train import caches, distill
 from selfdraft.train.distill import FeatureCache
 from selfdraft.train.features import OnlineFeatures
 from selfdraft.train.sections import FeaturesConfig
@@ -156,8 +156,8 @@ def test_another_fingerprint_is_computed_anew_and_said(open_cache, capsys, chang
 
 def test_another_target_is_another_fingerprint(target):
     rows, other = documents([9]), make_target(hidden_size=32)
-    mine = distill.fingerprint(target, rows, [], "float32")
-    assert mine["target"] != distill.fingerprint(other, rows, [], "float32")["target"]
+    mine = caches.fingerprint(target, rows, [], "float32")
+    assert mine["target"] != caches.fingerprint(other, rows, [], "float32")["target"]
 
 
 def test_the_size_cap_is_an_error_before_anything_is_computed(open_cache, tmp_path):

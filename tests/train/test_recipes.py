@@ -12,7 +12,7 @@ from launch import environment, write_config
 from training import make_config, metrics
 
 from selfdraft.heads.errors import InputError
-from selfdraft.train import setup
+from selfdraft.train import setup, zero_config
 from selfdraft.train.config import PACKAGE
 
 RECIPES = sorted((PACKAGE / "configs" / "accelerate").rglob("*.yaml"))
@@ -63,14 +63,47 @@ def test_accelerate_accepts_the_launch_line(recipe, monkeypatch):
         assert set(given.get(section, {})) <= parser_keys
 
 
+def deepspeed_of(settings):
+    plugin = SimpleNamespace(deepspeed_config=settings)
+    return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
+def test_a_deepspeed_config_without_zero_is_refused_in_two_lines(tmp_path):
+    """A real launch with a user's own file."""
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": "auto"}')
+    path = write_config(tmp_path / "run.yaml", make_config(tmp_path))
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json"),
+        "DS_ACCELERATOR": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, str(PACKAGE / "train.py"), str(path)],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "accelerate refuses the DeepSpeed config" in done.stderr
+
+
 def test_launches_that_would_be_ignored_or_fail_are_refused(tmp_path, monkeypatch, target):
     """R11: ZeRO-3 would empty the target; accelerate ignores FSDP on a CPU."""
-    config = make_config(tmp_path)
-    for settings in ({"stage": 3}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}):
-        plugin = SimpleNamespace(deepspeed_config={"zero_optimization": settings})
-        accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-        with pytest.raises(InputError, match=r"ZeRO stage \d or an offloaded.*\nUse stage 2"):
-            setup._set_up_deepspeed(accelerator, config, autocast=False)
+    config, fine = make_config(tmp_path), {"zero_optimization": {"stage": 2}}
+    refused = {
+        "ZeRO stage 3": {"zero_optimization": {"stage": 3}},
+        "ZeRO stage 0": {"zero_optimization": {"stage": 0}},
+        "an offloaded": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        "bf16 weights": {**fine, "bf16": {"enabled": True}},
+        "fp16 weights": {**fine, "fp16": {"enabled": True}},
+        "its own optimizer": {**fine, "optimizer": {"type": "Adam"}},
+    }
+    for what, settings in refused.items():
+        with pytest.raises(InputError, match=rf"asks for {what}.*\nUse ZeRO stage 1 or 2"):
+            zero_config.set_up(deepspeed_of(settings), config, autocast=False)
+    off = {"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}
+    zero_config.set_up(deepspeed_of({**fine, **off}), config, autocast=False)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(InputError, match=r"FSDP is asked for.*\nLaunch with torchrun"):
         setup.make_accelerator(config, target)

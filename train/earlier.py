@@ -1,0 +1,48 @@
+"""Where an earlier run stands: whether it is finished, on which target, and its best head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..heads import InputError
+from ..heads.checkpoint import DESCRIPTION, WEIGHTS, read_description, sha256
+from .checkpoint import Checkpoint
+from .config import TrainConfig
+from .limits import Limits
+from .tracking import say
+
+
+def finished(found: Checkpoint, config: TrainConfig) -> bool:
+    """Has the run in output_dir met its limit?  Then says so.
+
+    Raises:
+        InputError: the checkpoint is another run's, and leaves none of its steps to output_dir.
+    """
+    limit = Limits(config.schedule, found.state).reached(found.step)
+    if limit is None or found.state["target_config"] != named(config):
+        return False
+    if not found.lies_in(config.output_dir):
+        raise InputError(
+            f"{found.folder} has met its limit, {limit}: there is no step left for "
+            f"{config.output_dir}",
+            "Raise the limit, or take the head that is there.",
+        )
+    say(f"{config.output_dir} is finished: {found.step} steps are done, {limit}; raise it to go on")
+    return True
+
+
+def named(config: TrainConfig) -> dict[str, Any]:
+    """How the target is named: enough to tell without loading it that it is the same one."""
+    how = {"device", "device_map"}
+    return config.target.model_dump(mode="json", exclude=how) | {"seed": config.seed}
+
+
+def best_head(output_dir: str | Path) -> dict[str, Any]:
+    """head.json of the best head so far, which output_dir holds; empty where there is none, or
+    where a kill has torn it from its weights."""
+    output = Path(output_dir)
+    if not ((output / DESCRIPTION).is_file() and (output / WEIGHTS).is_file()):
+        return {}
+    found = read_description(output)
+    return found if found["sha256"] == sha256(output / WEIGHTS) else {}
