@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -172,20 +173,17 @@ def distil(
             own weights read.
         rows: for each depth k, flat positions t [M_k]; the teacher of row t is hidden[t + k] and
             its label ids[t + 1 + k].
-        hidden: target states, flat over batch and time.
-        ids: tokens, flat likewise.
+        hidden, ids: target states and tokens, flat over batch and time.
         project: states to draft-vocabulary logits with the target's frozen lm_head.
-        weights: own weights of each depth [D, r] for the last r features of its states, whose
-            product is added to what `project` makes of the features before them (nothing where
-            there are none); None: `project` reads all.
+        weights: own weights of each depth [D, r] for the last r features of its states, added to
+            what `project` makes of the others, if any; None: `project` reads all.
         draft_ids: sorted ids of the draft vocabulary; None for all.
-        project_all: states to logits over all ids; beside `draft_ids`, without it no acceptance
-            is known.
+        project_all: to logits over all ids; beside `draft_ids`, no acceptance without it.
         weighting: of the rows' losses; top1, prefix, accepted and chance count all rows alike.
     Returns:
-        loss, top1 and prefix, each [K]: see `Head.forward`; without gradients, or where the
-        objective needs it, also accepted [K]: sum over rows of P(drafts 1..k are all accepted);
-        without gradients also chance [S, K], the sums of `calibration.top_chances`.
+        loss, top1 and prefix [K]: see `Head.forward`; without gradients, or where the objective
+        needs it, accepted [K]: sums of P(drafts 1..k are all accepted); without gradients also
+        chance [S, K], the sums of `calibration.top_chances`.
     """
     depth_M = torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)])
     teacher_M = torch.cat([r + k for k, r in enumerate(rows, start=1)])
@@ -196,11 +194,11 @@ def distil(
     coupled, learning = objective.accepted > 0, torch.is_grad_enabled()
     all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, target, learning)
     inputs, found = [torch.cat(states), *(weights or [])], {}
+    weigh = partial(weighting.weights, hit_M, rows, len(ids))
     if learning and not coupled:
         if not weighting.uniform:
             all_rows.find_hits(*inputs)
-        weight_M = weighting.weights(hit_M, rows, len(ids))
-        found["loss"] = _LossSums.apply(all_rows, weight_M, len(rows), *inputs)
+        found["loss"] = _LossSums.apply(all_rows, weigh(), len(rows), *inputs)
     else:
         acceptance = coupled or whole is not _no_project_all
         if learning:
@@ -213,7 +211,7 @@ def distil(
             accepted_M = _accepted(ratio_M, alpha_M, rows, len(ids))
             found["accepted"] = _by_depth(accepted_M.detach(), rows)
             loss_M = loss_M + objective.accepted * (1 - accepted_M)
-        found["loss"] = _by_depth(loss_M * weighting.weights(hit_M, rows, len(ids)), rows)
+        found["loss"] = _by_depth(loss_M * weigh(), rows)
     return found | _hits(hit_M, rows, len(ids))
 
 

@@ -122,6 +122,7 @@ class PrefixHead(Head):
         last = super().read_committed(state, tokens_BM, count_B, features)
         if self.prefix is None:
             return last
+        assert isinstance(last, LastFeatures)
         cache = None if state is None else state.cache
         hidden_BMD = features["hidden"][:, : tokens_BM.shape[1]]
         hidden_BD, cache = self.prefix.at_last(cache, hidden_BMD, count_B)
