@@ -12,55 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from .config import HeadConfig as HeadConfig
 from .draft import Draft, Plan
 from .losses import distil, loss_rows
-from .objectives import check_loss, objective
+from .objectives import objective
 from .protocols import Features, Noise, Sampling, State
 from .readout import LowRank, Prior
 from .spec import TargetSpec, TargetWeights
 from .trees import grow
+from .weighting import Weighting
 from .widening import Widened
-
-
-class HeadConfig(BaseModel):
-    """Fields that every head kind has.
-
-    Attributes:
-        depth: K, tokens drafted in a chain.
-        taps: target layers read beside the final state: 0 is the embeddings, i the output of
-            layer i-1, the number of layers the raw output of the last one; larger values shift
-            down to fit.
-        draft_vocab: D most frequent ids of the distillation data; None drafts over all ids.
-        draft_coverage: fewer ids than that where they make up this share of the data's tokens.
-        low_rank: r of an lm_head hidden -> r -> ids, trained instead of drawing on the target's
-            frozen one, so that a draft over all ids (`draft_vocab: null`) costs little; 0: none.
-        prior: rank of a Markov prior, which adds what the previous token alone says; 0: none.
-        loss: an objective of `objectives.TERMS`, `accepted_length`, or a mix {name: weight}.
-        decay: weight of depth k's loss is decay^k (Medusa, arXiv 2401.10774, section 2.2.1).
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    kind: str
-    depth: int = Field(4, ge=1, le=16)
-    taps: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    draft_vocab: int | None = Field(8192, ge=1)
-    draft_coverage: float | None = Field(None, gt=0, le=1)
-    low_rank: int = Field(0, ge=0)
-    prior: int = Field(0, ge=0)
-    loss: Annotated[str | dict[str, float], BeforeValidator(check_loss)] = "kl"
-    decay: float = Field(0.8, gt=0, le=1)
-
-    @model_validator(mode="after")
-    def _one_lm_head(self) -> Self:
-        if self.low_rank and getattr(self, "lm_head", "shared") == "own":
-            raise ValueError("low_rank and lm_head: own are two lm_heads, choose one")
-        return self
 
 
 @dataclass(frozen=True)
@@ -70,7 +36,7 @@ class LastFeatures:
     hidden_BD: Tensor
     taps_BKD: Tensor | None
 
-    def select(self, rows: Tensor) -> LastFeatures:
+    def select(self, rows: Tensor) -> Self:
         """The features of `rows` alone."""
         taps = None if self.taps_BKD is None else self.taps_BKD[rows]
         return replace(self, hidden_BD=self.hidden_BD[rows], taps_BKD=taps)
@@ -167,9 +133,9 @@ class Head(nn.Module):
         """
         rows = loss_rows(batch, self.config.depth)
         states, ids = self.unroll(batch, features, rows), batch["ids"].flatten()
-        read, weights = self._readout(states, rows, ids)
+        (read, weights), config = self._readout(states, rows, ids), self.config
         sums = distil(
-            objective(self.config.loss),
+            objective(config.loss, config.lk_eta),
             read,
             rows,
             hidden=features["hidden"].flatten(0, 1),
@@ -178,6 +144,7 @@ class Head(nn.Module):
             weights=weights,
             draft_ids=self.draft_ids,
             project_all=self.spec.projector(None, False),
+            weighting=Weighting(config.reach, config.on_policy),
         )
         extra = self.extra_loss(states, rows, features)
         return sums if extra is None else sums | {"loss": sums["loss"] + extra}

@@ -1,6 +1,7 @@
 """Hydra (arXiv 2402.05109): one MLP for each depth, on h_t and the tokens drafted so far.
 
-Slot k's MLP reads [h_t; e(x_{t+1}); ..; e(x_{t+k})], the root token's embedding first.
+Slot k's MLP reads [h_t; e(x_{t+1}); ..; e(x_{t+k})], the root token's embedding first.  With
+`prefix_attention` (Hydra++) a decoder layer's output stands in place of h_t.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Head, HeadConfig, LastFeatures, register
+from .base import LastFeatures, register
 from .layers import ResidualBlock, RMSNorm, TapNorm
+from .prefix import PrefixConfig, PrefixHead
 from .protocols import Features
 from .spec import TargetSpec
 
 
-class HydraConfig(HeadConfig):
+class HydraConfig(PrefixConfig):
     """Attributes:
     width: hidden width of each MLP; None for twice the target's hidden size.
     layers: residual blocks inside each MLP, after its first layer.
@@ -46,7 +48,7 @@ class _DepthMLP(nn.Module):
 
 
 @register
-class Hydra(Head):
+class Hydra(PrefixHead):
     """K sequentially dependent MLPs.  The state half is h_t and the tapped states, the token half
     the RMS-normed embeddings of the root and the drafted tokens; each MLP corrects h_t, so that
     its output stays where the target's lm_head reads."""
@@ -77,13 +79,13 @@ class Hydra(Head):
         self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]
     ) -> list[Tensor]:
         """State of depth k at row t: h_t + mlp_k(h_t, e(x_{t+1}), .., e(x_{t+k}))."""
-        hidden, ids = features["hidden"].flatten(0, 1), batch["ids"].flatten()
+        ids, inputs = batch["ids"].flatten(), self.at_rows(batch, features, rows)
         taps = features["taps"].flatten(0, 1) if self.taps else None
         states = []
-        for k, (mlp, r) in enumerate(zip(self.mlps, rows, strict=True), start=1):
-            state = self._state(hidden[r], None if taps is None else taps[r])
+        for k, (mlp, hidden, r) in enumerate(zip(self.mlps, inputs, rows, strict=True), start=1):
+            state = self._state(hidden, None if taps is None else taps[r])
             tokens = self._embed([ids[r + shift] for shift in range(1, k + 1)])
-            states.append(hidden[r] + mlp(state, tokens))
+            states.append(hidden + mlp(state, tokens))
         return states
 
     def step(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn import functional
 from . import objectives
 from .calibration import FACTORS, top_chances
 from .objectives import Laws, Objective, Project, TargetLaws, wide
+from .weighting import Weighting, products
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ class _Rows:
             parts += top_chances(logits_MD)
         return torch.stack(parts)
 
+    @torch.no_grad()
+    def find_hits(self, *inputs: Tensor) -> None:
+        """Fills `hit_M` from the logits alone."""
+        for rows_M in self.chunks(objectives.CHUNK):
+            best_M = self._logits(rows_M, inputs[0][rows_M], *inputs[1:]).argmax(-1)
+            self.hit_M[rows_M] = best_M == self.label_M[rows_M]
+
     def _logits(self, rows_M: Tensor, states_MW: Tensor, *weights: Tensor) -> Tensor:
         if not weights:
             return self.target.project(states_MW)
@@ -102,25 +111,24 @@ def _visit(
 
 
 class _LossSums(torch.autograd.Function):
-    """[K] sums of the rows' losses.  One pass gives value and gradient, since a depth's rows all
-    weigh the same, whatever is made of the sums."""
+    """[K] sums of the rows' losses times their weights.  One pass gives value and gradient, since
+    within a depth nothing else weighs a row, whatever is made of the sums."""
 
     @staticmethod
-    def forward(ctx, rows, depths, *inputs):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, weight_M, depths, *inputs):  # type: ignore[no-untyped-def]
         ctx.depth_M = rows.depth_M
-        dtype = torch.promote_types(torch.float32, inputs[0].dtype)
-        ones = torch.ones(1, len(rows.depth_M), dtype=dtype, device=inputs[0].device)
-        statistics, grads = _visit(rows, False, inputs, ones)
+        weight_M = weight_M.to(torch.promote_types(torch.float32, inputs[0].dtype))
+        statistics, grads = _visit(rows, False, inputs, weight_M[None])
         ctx.save_for_backward(*grads)
-        loss_K = ones.new_zeros(depths)
-        return loss_K.index_add_(0, rows.depth_M, statistics[0].to(dtype))
+        loss_K = weight_M.new_zeros(depths)
+        return loss_K.index_add_(0, rows.depth_M, statistics[0].to(weight_M.dtype) * weight_M)
 
     @staticmethod
     def backward(ctx, grad_K):  # type: ignore[no-untyped-def]
         states_MW, *weights = ctx.saved_tensors
         states_MW = states_MW * grad_K[ctx.depth_M, None].to(states_MW.dtype)
         weights = [w * grad_K[depth].to(w.dtype) for depth, w in enumerate(weights)]
-        return None, None, states_MW, *weights
+        return None, None, None, states_MW, *weights
 
 
 class _Statistics(torch.autograd.Function):
@@ -142,6 +150,9 @@ class _Statistics(torch.autograd.Function):
             return None, *_visit(ctx.rows, True, ctx.saved_tensors, grad_SM)[1]
 
 
+UNIFORM = Weighting()
+
+
 def distil(
     objective: Objective,
     states: list[Tensor],
@@ -153,6 +164,7 @@ def distil(
     weights: list[Tensor] | None,
     draft_ids: Tensor | None,
     project_all: Project | None = None,
+    weighting: Weighting = UNIFORM,
 ) -> dict[str, Tensor]:
     """Sums of `objective` over loss rows, and how often drafts are right.
 
@@ -161,19 +173,17 @@ def distil(
             own weights read.
         rows: for each depth k, flat positions t [M_k]; the teacher of row t is hidden[t + k] and
             its label ids[t + 1 + k].
-        hidden: target states, flat over batch and time.
-        ids: tokens, flat likewise.
+        hidden, ids: target states and tokens, flat over batch and time.
         project: states to draft-vocabulary logits with the target's frozen lm_head.
-        weights: own weights of each depth [D, r] for the last r features of its states, whose
-            product is added to what `project` makes of the features before them (nothing where
-            there are none); None: `project` reads all.
+        weights: own weights of each depth [D, r] for the last r features of its states, added to
+            what `project` makes of the others, if any; None: `project` reads all.
         draft_ids: sorted ids of the draft vocabulary; None for all.
-        project_all: states to logits over all ids; beside `draft_ids`, without it no acceptance
-            is known.
+        project_all: to logits over all ids; beside `draft_ids`, no acceptance without it.
+        weighting: of the rows' losses; top1, prefix, accepted and chance count all rows alike.
     Returns:
-        loss, top1 and prefix, each [K]: see `Head.forward`; without gradients, or where the
-        objective needs it, also accepted [K]: sum over rows of P(drafts 1..k are all accepted);
-        without gradients also chance [S, K], the sums of `calibration.top_chances`.
+        loss, top1 and prefix [K]: see `Head.forward`; without gradients, or where the objective
+        needs it, accepted [K]: sums of P(drafts 1..k are all accepted); without gradients also
+        chance [S, K], the sums of `calibration.top_chances`.
     """
     depth_M = torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)])
     teacher_M = torch.cat([r + k for k, r in enumerate(rows, start=1)])
@@ -184,8 +194,11 @@ def distil(
     coupled, learning = objective.accepted > 0, torch.is_grad_enabled()
     all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, target, learning)
     inputs, found = [torch.cat(states), *(weights or [])], {}
+    weigh = partial(weighting.weights, hit_M, rows, len(ids))
     if learning and not coupled:
-        found["loss"] = _LossSums.apply(all_rows, len(rows), *inputs)
+        if not weighting.uniform:
+            all_rows.find_hits(*inputs)
+        found["loss"] = _LossSums.apply(all_rows, weigh(), len(rows), *inputs)
     else:
         acceptance = coupled or whole is not _no_project_all
         if learning:
@@ -198,7 +211,7 @@ def distil(
             accepted_M = _accepted(ratio_M, alpha_M, rows, len(ids))
             found["accepted"] = _by_depth(accepted_M.detach(), rows)
             loss_M = loss_M + objective.accepted * (1 - accepted_M)
-        found["loss"] = _by_depth(loss_M, rows)
+        found["loss"] = _by_depth(loss_M * weigh(), rows)
     return found | _hits(hit_M, rows, len(ids))
 
 
@@ -221,25 +234,14 @@ def _accepted(ratio_M: Tensor, alpha_M: Tensor, rows: list[Tensor], positions: i
     accepted tokens.  (A product of mean alphas is not: depths depend on each other.)  A token
     outside the draft vocabulary has ratio 0.
     """
-    reached = ratio_M.new_ones(positions)
-    sizes, parts = [len(r) for r in rows], []
-    for r, ratio, alpha in zip(rows, ratio_M.split(sizes), alpha_M.split(sizes), strict=True):
-        parts.append(reached[r] * alpha)
-        reached = reached * torch.zeros_like(reached).index_put((r,), ratio)
-    return torch.cat(parts)
+    reached = products(ratio_M, rows, positions)
+    return alpha_M * torch.cat([before[r] for before, r in zip(reached, rows, strict=False)])
 
 
 def _hits(hit_M: Tensor, rows: list[Tensor], positions: int) -> dict[str, Tensor]:
     """top1 and prefix sums by depth from the hits of all rows."""
-    alive = torch.ones(positions, dtype=torch.bool, device=hit_M.device)
-    top1, prefix = [], []
-    for r, hit in zip(rows, hit_M.split([len(r) for r in rows]), strict=True):
-        hits = torch.zeros_like(alive)
-        hits[r] = hit
-        alive &= hits
-        top1.append(hits.sum())
-        prefix.append(alive.sum())
-    return {"top1": torch.stack(top1), "prefix": torch.stack(prefix)}
+    prefix = torch.stack(products(hit_M, rows, positions)[1:]).sum(1)
+    return {"top1": _by_depth(hit_M, rows), "prefix": prefix}
 
 
 def draft_index(ids: Tensor, draft_ids: Tensor | None) -> Tensor:

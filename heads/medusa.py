@@ -11,13 +11,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Head, HeadConfig, LastFeatures, register
+from .base import LastFeatures, register
 from .layers import ResidualBlock, TapNorm
+from .prefix import PrefixConfig, PrefixHead
 from .protocols import Features
 from .spec import TargetSpec, TargetWeights
 
 
-class MedusaConfig(HeadConfig):
+class MedusaConfig(PrefixConfig):
     """Attributes:
     layers: residual blocks of each depth.
     lm_head: "shared" draws on the target's frozen lm_head; "own" trains a copy of its draft
@@ -30,7 +31,7 @@ class MedusaConfig(HeadConfig):
 
 
 @register
-class Medusa(Head):
+class Medusa(PrefixHead):
     """K stacks of `x + SiLU(Wx + b)`, zero at the start, on the target's last state; tapped states
     enter through one zero-initialised projection."""
 
@@ -59,6 +60,7 @@ class Medusa(Head):
 
     def init_from_target(self, weights: TargetWeights) -> None:
         """Copies the target's lm_head rows of the draft vocabulary into own lm_heads."""
+        super().init_from_target(weights)
         if self.config.lm_head == "own":
             rows = weights.lm_head(self.draft_ids)
             for weight in self.lm_heads:
@@ -75,11 +77,11 @@ class Medusa(Head):
         self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]
     ) -> list[Tensor]:
         """State of depth k at row t: blocks_k(h_t)."""
-        hidden = features["hidden"].flatten(0, 1)
+        inputs = self.at_rows(batch, features, rows)
         taps = features["taps"].flatten(0, 1) if self.taps else None
         return [
-            block(self._inputs(hidden[r], None if taps is None else taps[r]))
-            for block, r in zip(self.blocks, rows, strict=True)
+            block(self._inputs(hidden, None if taps is None else taps[r]))
+            for block, hidden, r in zip(self.blocks, inputs, rows, strict=True)
         ]
 
     def step(

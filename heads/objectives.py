@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -178,22 +178,25 @@ class Objective:
     Attributes:
         weights: of the terms that each loss row gives alone, by name.
         accepted: weight of the accepted length.
+        lk_eta: eta of `lk_hybrid`.
     """
 
     weights: Mapping[str, float]
     accepted: float = 0.0
+    lk_eta: float = 3.0
 
     def rows(self, laws: Laws) -> Tensor:
         """[M] the loss of each row but for the accepted length."""
-        parts = [weight * TERMS[name](laws) for name, weight in self.weights.items()]
+        terms = TERMS | {"lk_hybrid": partial(lk_hybrid, eta=self.lk_eta)}
+        parts = [weight * terms[name](laws) for name, weight in self.weights.items()]
         return sum(parts[1:], parts[0]) if parts else laws.logits_MD.new_zeros(len(laws.label_M))
 
 
-def objective(loss: str | Mapping[str, float]) -> Objective:
+def objective(loss: str | Mapping[str, float], lk_eta: float = 3.0) -> Objective:
     """The objective of a config: a term's name, or weights by name."""
     mix = dict(check_loss(loss)) if not isinstance(loss, str) else {check_loss(loss): 1.0}
     accepted = mix.pop(ACCEPTED, 0.0)
-    return Objective(mix, accepted)
+    return Objective(mix, accepted, lk_eta)
 
 
 def check_loss(loss: Any) -> Any:

@@ -17,7 +17,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Head, HeadConfig, tap_layers
+from .base import Head, tap_layers
+from .config import HeadConfig
 from .kv import KVBuffer
 from .layers import DecoderLayer, RMSNorm, TapNorm, tokens_of
 from .protocols import Features
@@ -66,10 +67,7 @@ class Cell(nn.Module):
             # A state behind the target's norm has its scale already; its size is that of the scale.
             same = scale if norm_stage == "pre" else scale.pow(2).mean().sqrt().expand_as(scale)
             self.norm.weight.data.copy_(same)
-        for name in COPIED:
-            ours, theirs = getattr(self.layer, name).weight, weights.last_layer.get(name)
-            if theirs is not None and theirs.shape == ours.shape:
-                ours.data.copy_(theirs)
+        start_layer(self.layer, weights)
 
 
 @dataclass(frozen=True)
@@ -248,6 +246,14 @@ class SequenceHead(Head):
             slot_BW = torch.full_like(place_BW, slot - 1)
             memo["out"] = self.extend(state, paths_BWk[..., -1], parents_BWD, slot_BW, memo["seen"])
         return self.cells[0].norm(memo["out"])
+
+
+def start_layer(layer: DecoderLayer, weights: TargetWeights) -> None:
+    """Copies the target's last layer where shapes fit; output projections stay zero."""
+    for name in COPIED:
+        ours, theirs = getattr(layer, name).weight, weights.last_layer.get(name)
+        if theirs is not None and theirs.shape == ours.shape:
+            ours.data.copy_(theirs)
 
 
 def by_batch_row(rows_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from selfdraft.heads.errors import InputError, nearest
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts.prepare_data import prepare
 from selfdraft.train import checkpoint
-from selfdraft.train.config import PACKAGE, TrainConfig, load_config
+from selfdraft.train.config import PACKAGE, TrainConfig, load_config, resolve_path
 from selfdraft.train.data import load_documents
 from selfdraft.train.distill import open_features
 from selfdraft.train.evaluate import TAUS
@@ -40,7 +40,7 @@ from selfdraft.train.tracking import METRICS
 
 MANY = 10**6
 """Steps of a run that minutes end."""
-LAYOUT = ("pack", "bucket", "eval_prompts", "answer_batch_size", "answers_drafter")
+LAYOUT = ("pack", "bucket", "eval_prompts", "temperatures", "answer_batch_size", "answers_drafter")
 """Fields of `data` that change neither the answers nor their features."""
 
 BASE = "base"
@@ -130,6 +130,7 @@ def read_variants(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         InputError: no such file, or another form.
     """
+    path = resolve_path(path)
     if not path.is_file():
         raise InputError(f"{path} does not exist", "Name a file: name -> {dotted key: value}.")
     named, problems = parse_yaml(path.read_text(encoding="utf-8"))

@@ -1,10 +1,11 @@
 """Trains variants of a config for equal minutes or steps, with several seeds: what each gains.
 
-python scripts/sweep.py configs/hydra.yaml --variants losses.yaml --minutes 3 --seeds 0,1,2
+python scripts/sweep.py configs/hydra.yaml --variants configs/variants/losses.yaml --minutes 3
 
 losses.yaml names what each variant sets, a line each, such as  tv: {head.loss: tv}; the config as
 it is stands beside them as `base`.  A gain is a difference of held-out tau between two runs of one
-seed.  A second run of the command goes on where one was ended.
+seed.  With --minutes and --steps each variant is trained twice, once for each.  A second run of the
+command goes on where one was ended.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from selfdraft.scripts.heads_report import table
 
 COLUMNS = {
     "name": "variant",
+    "trained": "trained for",
     "parameters": "parameters",
     "tokens_per_second": "training tokens/s",
     "tau": "tau T=0",
     "gain": "gain",
-    "gain_sd": "± over seeds",
+    "gain_se": "± s.e.",
     "tau_t1": "tau T=1",
     "gain_t1": "gain",
-    "gain_t1_sd": "± over seeds",
+    "gain_t1_se": "± s.e.",
     "draft_ms": "ms a draft",
     "tokens_per_round": "decoded tau",
 }
@@ -51,45 +53,72 @@ def decoded(
 
 
 def summary(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a variant over its seeds, and its gains over the base's runs."""
+    """The figures of a variant over its seeds, and its mean gains over the base's runs with their
+    standard errors, where there are several."""
     found: dict[str, Any] = {"name": name, "parameters": runs[0]["parameters"]}
     found["tokens_per_second"] = mean(run["tokens_per_second"] for run in runs)
     for tau, gain in (("tau", "gain"), ("tau_t1", "gain_t1")):
         gains = [mine[tau] - other[tau] for mine, other in zip(runs, base, strict=True)]
         found[tau], found[gain] = mean(run[tau] for run in runs), mean(gains)
-        found[f"{gain}_sd"] = stdev(gains) if len(gains) > 1 else None
+        found[f"{gain}_se"] = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else None
     return found | {"runs": runs}
+
+
+def bounds(options: argparse.Namespace) -> dict[str, list[str]]:
+    """What ends the runs that are compared, and its overrides: minutes, steps, or either.
+
+    Raises:
+        InputError: neither, or a number that is none.
+    """
+    found = {}
+    if options.minutes is not None or options.steps is None:
+        found[f"{options.minutes} minutes"] = experiments.schedule(options)
+    if options.steps is not None:
+        alone = argparse.Namespace(minutes=None)
+        found[f"{options.steps} steps"] = experiments.schedule(alone, options.steps)
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains, decodes a little, prints, and writes JSON and page."""
     bench.check_numbers(options)
-    limits, seeds = experiments.schedule(options, options.steps), _seeds(options.seeds)
+    ends, seeds = bounds(options), _seeds(options.seeds)
     named: dict[str, dict[str, Any]] = {BASE: {}} | experiments.read_variants(
         Path(options.variants)
     )
-    by_seed = [experiments.overridden(options, named, [*limits, f"seed={s}"]) for s in seeds]
+    trained = {
+        end: [experiments.overridden(options, named, [*more, f"seed={s}"]) for s in seeds]
+        for end, more in ends.items()
+    }
     with experiments.workplace(Path(options.output)) as lock:
-        experiments.train_all([variant for variants in by_seed for variant in variants], lock)
-        config = by_seed[0][0].config
+        every = [v for by_seed in trained.values() for variants in by_seed for v in variants]
+        experiments.train_all(every, lock)
+        config = every[0].config
         target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
         tokens = options.max_new_tokens
         prompts, _ = bench.read_prompts(options.prompts, options.limit, target, tokens)
-        runs: dict[str, list[dict[str, Any]]] = {v.name: [] for v in by_seed[0]}
-        for variants in by_seed:
-            for variant in variants:
-                runs[variant.name].append(experiments.figures(variant))
         asked = bench.generation(tokens, options.temperature)
         rows = [
-            summary(v.name, runs[v.name], runs[BASE])
-            | {"sets": named[v.name], **decoded(v, target, prompts, asked)}
-            for v in by_seed[0]
+            {
+                "trained": end,
+                "sets": named[row["name"]],
+                **row,
+                **decoded(v, target, prompts, asked),
+            }
+            for end, by_seed in trained.items()
+            for v, row in zip(by_seed[0], summaries(by_seed), strict=True)
         ]
     facts = conditions(target, seeds=seeds, minutes=options.minutes, steps=options.steps)
     facts["sampling"] = f"tau held out; decoded {bench.law(options.temperature)}, head alone"
     facts |= {"prompts": len(prompts), "max_new_tokens": tokens}
     _publish({"conditions": facts, "rows": rows}, Path(options.json))
     return 0
+
+
+def summaries(by_seed: list[list[Variant]]) -> list[dict[str, Any]]:
+    """`summary` of each variant, the base first; each seed trained all of them."""
+    runs = [[experiments.figures(v) for v in same] for same in zip(*by_seed, strict=True)]
+    return [summary(found[0]["name"], found, runs[0]) for found in runs]
 
 
 def _publish(report: dict[str, Any], path: Path) -> None:
@@ -112,7 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0, or 2 for bad input."""
     cli = argparse.ArgumentParser(prog="sweep.py", description=__doc__.splitlines()[0])
     experiments.add_options(cli, "runs/sweep")
-    cli.add_argument("--steps", type=int, help="of training for each variant, instead of minutes")
+    cli.add_argument(
+        "--steps", type=int, help="of training for each variant, instead of minutes or too"
+    )
     cli.add_argument("--seeds", default="0,1,2", help="comma separated")
     bench.add_options(cli)
     cli.add_argument("--json", default="docs/results/sweep.json", help="write the report here")

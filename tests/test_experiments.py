@@ -224,14 +224,20 @@ def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
     assert {c.schedule.steps for c in made} == {4} and len({c.output_dir for c in made}) == 6
     report = json.loads((tmp_path / "results" / "heads.json").read_text())
     base, tv, wide = report["rows"]
-    assert base["gain"] == base["gain_sd"] == 0 and tv["sets"] == {"head.loss": "tv"}
+    assert base["gain"] == base["gain_se"] == 0 and tv["sets"] == {"head.loss": "tv"}
     gains = [a["tau"] - b["tau"] for a, b in zip(tv["runs"], base["runs"], strict=True)]
     assert tv["gain"] == pytest.approx(sum(gains) / 2)
-    assert tv["gain_sd"] == pytest.approx(abs(gains[0] - gains[1]) / 2**0.5)
+    assert tv["gain_se"] == pytest.approx(abs(gains[0] - gains[1]) / 2)
+    assert {entry["trained"] for entry in report["rows"]} == {"4 steps"}
     assert wide["parameters"] > base["parameters"] and wide["draft_ms"] > 0
     assert "| wide |" in capsys.readouterr().out
     assert "| wide |" in (tmp_path / "results" / "heads.md").read_text()
     assert sweep.main(arguments) == 0 and len(made) == 6
+    assert sweep.main([*arguments, "--minutes", "0.002"]) == 0 and len(made) == 12
+    assert {c.schedule.minutes for c in made[6:]} == {0.002}
+    report = json.loads((tmp_path / "results" / "heads.json").read_text())
+    assert [entry["trained"] for entry in report["rows"]] == ["0.002 minutes"] * 3 + ["4 steps"] * 3
+    assert report["rows"][3] == base | {"draft_ms": report["rows"][3]["draft_ms"]}
 
 
 # -- figures -------------------------------------------------------------------------------------

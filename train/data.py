@@ -48,6 +48,8 @@ class Documents:
         skipped: rows that are not used, by reason.
         cut: rows that were cut to max_length.
         turns: assistant turns of used rows that are out of the loss, by reason.
+        unused: answers that are not of `data.temperatures`; the feature cache holds them, so that
+            runs which differ in that share it.
     """
 
     train: list[Document]
@@ -55,6 +57,7 @@ class Documents:
     skipped: dict[str, int]
     cut: int
     turns: dict[str, int] = field(default_factory=dict)
+    unused: list[Document] = field(default_factory=list)
 
     @cached_property
     def eval(self) -> list[Document]:
@@ -150,9 +153,24 @@ def load_documents(config: TrainConfig, target: TargetModel) -> Documents:
     if not documents:
         raise _no_rows(path, skipped)
     held = _held_out(documents, config.data.eval_prompts, config.seed)
-    train = [d for d in documents if d.prompt_key not in held]
     rest = [d for d in documents if d.prompt_key in held]
-    return Documents(train, rest, dict(skipped), cut, dict(turns))
+    train, wanted = [d for d in documents if d.prompt_key not in held], config.data.temperatures
+    if wanted is None:
+        return Documents(train, rest, dict(skipped), cut, dict(turns))
+    _check_temperatures(train, wanted, path)
+    unused = [d for d in train if d.temperature not in wanted]
+    train = [d for d in train if d.temperature in wanted]
+    return Documents(train, rest, dict(skipped), cut, dict(turns), unused)
+
+
+def _check_temperatures(documents: list[Document], wanted: list[float], path: Path) -> None:
+    known = {d.temperature for d in documents}
+    if missing := [t for t in wanted if t not in known]:
+        shown = ", ".join(str(t) for t in sorted(t for t in known if t is not None)) or "none"
+        raise InputError(
+            f"{path}: no usable row is an answer at temperature {missing[0]}",
+            f"Its temperatures are: {shown}. Set data.temperatures to some of them, or to null.",
+        )
 
 
 def check_limits(config: TrainConfig, target: TargetModel) -> None:

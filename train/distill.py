@@ -224,7 +224,8 @@ def open_features(
     features, pack = config.data.features, config.data.pack_length
     if not features.cache:
         return OnlineFeatures(target, taps, features.dtype, pack)
-    rows, recorded = documents.train + documents.held_out, RecordedStates(config, target)
+    rows = documents.train + documents.held_out + documents.unused
+    recorded = RecordedStates(config, target)
     cache = FeatureCache(config.features_folder, target, rows, taps, features, recorded, pack)
     cache.prepare()
     return cache

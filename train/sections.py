@@ -62,6 +62,7 @@ class DataConfig(Section):
         limit: rows read at most.
         on_truncated: a JSON array that is cut off is an error, or its whole rows are used.
         answers: one answer to each prompt for each entry.
+        temperatures: train on the answers drawn at these alone; held-out ones stay. None: on all.
         max_length: tokens of a row; longer ones are cut or dropped, as `overlong` says.
         eval_prompts: prompts held out from training with all their rows.
         answer_batch_size: prompts answered together.
@@ -75,6 +76,7 @@ class DataConfig(Section):
     limit: int | None = Field(default=None, ge=1)
     on_truncated: Literal["error", "keep_whole"] = "error"
     answers: list[Answer] = Field(default_factory=lambda: [Answer()], min_length=1)
+    temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
     max_new_tokens: int = Field(default=128, ge=1)
     max_length: int = Field(default=512, ge=3)
     overlong: Literal["cut", "drop"] = "cut"

@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 from fixtures import batch_of, double, make_head
+from loss_reference import distil, scene
 from pydantic import ValidationError
+from torch import Tensor
 
 from selfdraft.heads import HEADS, objectives
 from selfdraft.heads.objectives import objective
@@ -92,6 +94,31 @@ def test_a_config_keeps_its_loss_as_it_was_written() -> None:
         assert again.loss == config.loss == loss
     mixed = objective({"kl": 2, "accepted_length": 0.5})
     assert (dict(mixed.weights), mixed.accepted) == ({"kl": 2}, 0.5)
+
+
+def test_eta_leads_from_kl_to_tv() -> None:
+    """l = exp(-eta alpha): 1 for a small eta, 0 for a large one, and by definition between."""
+    s = scene(3, False, True)
+
+    def of(loss: str, eta: float = 3.0) -> Tensor:
+        with torch.no_grad():
+            return distil(loss, s, objective=objective(loss, eta))["loss"]
+
+    torch.testing.assert_close(of("lk_hybrid", 1e-12), of("kl"))
+    torch.testing.assert_close(of("lk_hybrid", 1e6), of("tv"))
+    assert of("lk_hybrid").equal(of("lk_hybrid", 3.0))
+    assert not of("lk_hybrid", 10.0).equal(of("lk_hybrid", 3.0))
+    head = make_head("hydra", double().spec, loss="lk_hybrid", lk_eta=10.0)
+    batch = batch_of([12])
+    features = double().features(batch["ids"], batch["length"], [])
+    other = make_head("hydra", double().spec, loss="lk_hybrid")
+    assert not head(batch, features)["loss"].equal(other(batch, features)["loss"])
+
+
+@pytest.mark.parametrize("eta", [0, -1.0, float("inf"), float("nan"), True, "3"])
+def test_a_bad_eta_is_refused(eta) -> None:
+    with pytest.raises(ValidationError):
+        HEADS["hydra"].Config(loss="lk_hybrid", lk_eta=eta)
 
 
 MEASURE = """

@@ -1,4 +1,5 @@
-"""MTP and EAGLE train on the states that drafting has, and their caches hold nothing but the truth.
+"""Heads with a cache train on the states that drafting has, and it holds nothing but the truth:
+MTP, EAGLE, and the others behind prefix attention.
 
 A batch of ragged rows is decoded in rounds: chains and trees of random tokens, of which each row
 accepts another number.  Every state is compared with `unroll` on the text that has those tokens,
@@ -19,8 +20,9 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from selfdraft.heads import load_head, save_head
-from selfdraft.heads.sequence import Memory, SequenceHead
+from selfdraft.heads import Head, load_head, save_head
+from selfdraft.heads.prefix import PrefixFeatures
+from selfdraft.heads.sequence import Memory
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 
@@ -49,25 +51,31 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {}),
     ("eagle", {"fusion": "fc", "tap_norm": False, "norm_before_residual": True}),
     ("eagle", {"taps": [], "norm_stage": "post", "recycle": "normed"}),
+    ("hydra", {"prefix_attention": True, "taps": [1]}),
+    ("medusa", {"prefix_attention": True}),
 ]
+PREFIX = {"prefix_attention": True}
 CASES = [("plain", kind, fields) for kind, fields in KINDS] + [
     (name, kind, fields)
     for name in list(TARGETS)[1:]
-    for kind, fields in [("mtp", {}), ("mtp", {"modules": "depth"}), ("eagle", {})]
+    for kind, fields in [
+        ("mtp", {}),
+        ("mtp", {"modules": "depth"}),
+        ("eagle", {}),
+        ("hydra", PREFIX),
+    ]
 ]
 
 
-def head_of(name: str, kind: str, fields: dict[str, Any]) -> SequenceHead:
+def head_of(name: str, kind: str, fields: dict[str, Any]) -> Head:
     target = TargetModel(stock(TARGETS[name], dtype=torch.float64))
-    head = make_head(kind, target.spec, depth=DEPTH, **fields)
-    assert isinstance(head, SequenceHead)
-    return head
+    return make_head(kind, target.spec, depth=DEPTH, **fields)
 
 
 class Rounds:
     """Rows of random tokens and target states, read in rounds of unlike counts."""
 
-    def __init__(self, head: SequenceHead, lengths: list[int], seed: int = 0) -> None:
+    def __init__(self, head: Head, lengths: list[int], seed: int = 0) -> None:
         self.head, self.dice = head, torch.Generator().manual_seed(seed)
         rows, width = len(lengths), head.spec.hidden_size
         self.ids = torch.randint(0, 320, (rows, TIME), generator=self.dice)
@@ -79,7 +87,7 @@ class Rounds:
         self.length = torch.tensor(lengths)
         self.state = self.fresh()
 
-    def fresh(self) -> Memory:
+    def fresh(self) -> Memory | PrefixFeatures:
         width = int(self.length.max())
         features = {name: value[:, :width] for name, value in self.features.items()}
         return self.head.start(self.ids[:, : width + 1], self.length, features)
@@ -120,7 +128,11 @@ def agree(got: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def compare_memories(got: Memory, expected: Memory) -> None:
+def compare_memories(got: Memory | PrefixFeatures, expected: Memory | PrefixFeatures) -> None:
+    if isinstance(got, PrefixFeatures):
+        got, expected = (
+            Memory([m.cache], [m.hidden_BD], got.cache.length_B) for m in (got, expected)
+        )
     for out, wanted in zip(got.outs, expected.outs, strict=True):
         agree(out, wanted)
     for cache, fresh in zip(got.caches, expected.caches, strict=True):
@@ -187,74 +199,6 @@ def test_packed_documents_are_as_if_alone(kind: str, fields: dict) -> None:
         alone = head.unroll({"ids": rounds.ids[:, part]}, features, [row] * DEPTH)
         for k in range(DEPTH):
             agree(together[k][int(place == 11)], alone[k][0], 1e-5)  # angles are float32
-
-
-# -- the first output of a new head ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("mtp", {}),
-        ("mtp", {"modules": "depth", "taps": [1]}),
-        ("mtp", {"norm_stage": "post", "recycle": "normed"}),
-        ("eagle", {}),
-        ("eagle", {"taps": []}),
-    ],
-)
-@torch.no_grad()
-def test_a_new_head_repeats_the_targets_state_at_every_step(kind: str, fields: dict) -> None:
-    model = stock(LLAMA, dtype=torch.float64)
-    weights = torch.rand(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    model.model.norm.weight.copy_(0.5 + weights)
-    target = TargetModel(model)
-    head = make_head(kind, target.spec, depth=3, scale=0.0, **fields)
-    head.init_from_target(target.weights)
-    ids = torch.arange(40, 60)[None]
-    features = target.features(ids, torch.tensor([20]), head.taps)
-    rows = torch.tensor([4, 9, 13])
-    for state in head.unroll({"ids": ids}, features, [rows] * 3):
-        torch.testing.assert_close(state, features["hidden"][0, rows], rtol=1e-4, atol=1e-4)
-
-
-def test_a_new_layer_starts_from_the_targets_last_one() -> None:
-    model = stock(LLAMA)
-    target = TargetModel(model)
-    head, last = make_head("mtp", target.spec, scale=0.0), model.model.layers[-1]
-    head.init_from_target(target.weights)
-    layer = head.cells[0].layer
-    for name in ("q_proj", "k_proj", "v_proj"):
-        assert getattr(layer, name).weight.equal(getattr(last.self_attn, name).weight)
-    for name in ("gate_proj", "up_proj"):
-        assert getattr(layer, name).weight.equal(getattr(last.mlp, name).weight)
-    assert not layer.o_proj.weight.any()
-    assert not layer.down_proj.weight.any()
-    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in head.parameters()}
-    assert not shared
-    small = make_head("mtp", target.spec, scale=0.0, width=24)
-    small.init_from_target(target.weights)  # its MLP is narrower: left as it is
-    assert small.cells[0].layer.q_proj.weight.equal(last.self_attn.q_proj.weight)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite", "qwen3", "mistral", "tied"])
-@pytest.mark.parametrize("kind", ["mtp", "eagle"])
-def test_heads_stand_on_every_family(name: str, kind: str) -> None:
-    target = tiny(name)
-    head = make_head(kind, target.spec, scale=0.0)
-    head.init_from_target(target.weights)
-    out = Speculator(target, head).generate([[1, 5, 9]], max_new_tokens=6)
-    assert out.token_ids == Speculator(target).generate([[1, 5, 9]], max_new_tokens=6).token_ids
-
-
-@pytest.mark.parametrize("kind", ["mtp", "eagle"])
-def test_packing_the_target_keeps_what_heads_start_from(kind: str) -> None:
-    """Linears that were packed have no weight any more; their weights were noted before."""
-    packed, dense = tiny(), TargetModel(stock(LLAMA))
-    heads = [make_head(kind, dense.spec, scale=0.0) for _ in range(2)]
-    for head, target in zip(heads, (packed, dense), strict=True):
-        head.init_from_target(target.weights)
-    for mine, other in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
-        assert mine.equal(other)
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])

@@ -45,10 +45,13 @@ def test_joint_law(kind: str, seed: int, settings: dict[str, Any], monkeypatch) 
     assert distance(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", sorted(HEADS))
-def test_joint_law_over_more_rounds(kind: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [*((kind, {}) for kind in sorted(HEADS)), ("hydra", {"prefix_attention": True})],
+)
+def test_joint_law_over_more_rounds(kind: str, fields: dict[str, Any], monkeypatch) -> None:
     target = memoised(micro(4, 7))
-    head = make_head(kind, target.spec, depth=2, scale=0.5, seed=7, draft_ids=[0, 2, 3])
+    head = make_head(kind, target.spec, depth=2, scale=0.5, seed=7, draft_ids=[0, 2, 3], **fields)
     got = decode_law(monkeypatch, target, head, [[1]], max_new_tokens=6, top_k=2)
     expected = target_law(target, [[1]], 6, law_of(top_k=2))
     assert max(len(row) for (row,) in expected) == 6

@@ -72,6 +72,12 @@ CASES: dict[str, tuple[Callable[[TableTarget, int], Drafter], Plan, dict[str, An
         {"top_k": 2},
     ),
     "prior-tree": (lambda t, s: head(t, "medusa", s, prior=2), Plan(2, tree=TREE), {}),
+    "prefix-attention": (lambda t, s: head(t, "hydra", s, prefix_attention=True), Plan(2), {}),
+    "prefix-attention-tree": (
+        lambda t, s: head(t, "hydra", s, prefix_attention=True),
+        Plan(2, tree=TREE),
+        {},
+    ),
     "low-rank-tree": (lambda t, s: head(t, "hydra", s, low_rank=2), Plan(2, tree=TREE), {}),
     "merged-chain": (merged, Plan(2), {}),
     "merged-tree": (merged, Plan(1, tree=((0,), (1,))), {"top_p": 0.9}),

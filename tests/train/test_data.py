@@ -1,5 +1,7 @@
 """Documents, loss masks, batches, the order of a run, and the preparation of answers."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 from chats import CHAT, CHATML, STRICT, bpe, make_config, make_target, prepared
@@ -168,6 +170,23 @@ def test_held_out_prompts(chatml, tmp_path):
     with pytest.warns(UserWarning, match="2 of 8 prompts"):
         few = load_documents(make_config(tmp_path, rows[:24], eval_prompts=10), chatml)
     assert len(few.eval) == 2
+
+
+def test_training_on_some_temperatures_leaves_the_held_out_rows(chatml, tmp_path):
+    rows = [prepared(5, 5, f"p{i}", t) for i in range(40) for t in (0, 0.7, 1.0)]
+    whole = load_documents(make_config(tmp_path, rows, eval_prompts=10), chatml)
+    for chosen in ([0], [1.0, 0.7]):
+        config = make_config(tmp_path, rows, eval_prompts=10, temperatures=chosen)
+        some = load_documents(config, chatml)
+        assert some.train == [d for d in whole.train if d.temperature in chosen]
+        assert (some.eval, some.drawn) == (whole.eval, whole.drawn)
+        # All rows are in the feature cache, which runs then share.
+        key = attrgetter("row")
+        every = sorted(some.train + some.unused + some.held_out, key=key)
+        assert every == sorted(whole.train + whole.held_out, key=key)
+    config = make_config(tmp_path, rows, eval_prompts=10, temperatures=[0, 0.5])
+    with pytest.raises(InputError, match=r"temperature 0.5\nIts temperatures are: 0.0, 0.7, 1.0"):
+        load_documents(config, chatml)
 
 
 def test_answers_of_a_cut_law_are_those_of_no_temperature(chatml, tmp_path):

@@ -1,0 +1,129 @@
+"""Prefix attention (Hydra++, arXiv 2402.05109, section 4.3): one decoder layer over the target's
+states, whose output a head reads instead of the last of them.
+
+It runs once a round, at true tokens alone: drafts never enter its cache.
+
+Shape suffixes: B rows, T tokens, M committed tokens, R loss rows of a batch row, K taps, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from .base import Head, LastFeatures
+from .config import HeadConfig
+from .kv import KVBuffer
+from .layers import DecoderLayer, RMSNorm
+from .protocols import Features, State
+from .sequence import by_batch_row, row_mask, start_layer, tokens_of
+from .spec import TargetSpec, TargetWeights
+
+
+class PrefixConfig(HeadConfig):
+    """Attributes:
+    prefix_attention: a decoder layer of the target's shape reads all states of the row first.
+    """
+
+    prefix_attention: bool = False
+
+
+@dataclass(frozen=True)
+class PrefixFeatures(LastFeatures):
+    """What a head behind prefix attention reads, and the layer's cache."""
+
+    cache: KVBuffer
+
+    def select(self, rows: Tensor) -> Self:
+        """The features of `rows` alone."""
+        return replace(super().select(rows), cache=self.cache.select(rows))
+
+
+class PrefixAttention(nn.Module):
+    """s_t = layer(h_t, attending to h_0..h_t), which is h_t at the start."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.norm = RMSNorm(spec.hidden_size)
+        self.layer = DecoderLayer(spec.config)
+
+    def init_from_target(self, weights: TargetWeights) -> None:
+        """Starts as the target's last layer where shapes fit; the norm undoes the scale of the
+        target's final one, which h_t has behind it."""
+        start_layer(self.layer, weights)
+        scale, theirs = weights.norm_scale, weights.last_layer.get("input_norm")
+        if scale is not None and theirs is not None:
+            least = 1e-3 * scale.abs().max()
+            self.norm.weight.data.copy_(torch.where(scale.abs() > least, theirs / scale, 0.0))
+
+    def at_rows(
+        self, batch: dict[str, Tensor], hidden_BTD: Tensor, rows: list[Tensor]
+    ) -> list[Tensor]:
+        """States [M_k, D] of the loss rows of each depth; those of depth 1 hold all others."""
+        shape, device = batch["ids"].shape, hidden_BTD.device
+        row_BR, slot_M = by_batch_row(rows[0], shape)
+        at = torch.arange(shape[0], device=device)[:, None]
+        place_BT = torch.arange(shape[1], device=device).expand(shape)
+        inputs = self.norm(hidden_BTD)
+        query, keys, values = self.layer.project(inputs, place_BT)
+        mask = row_mask(place_BT, batch.get("document"))[at, row_BR]
+        out = self.layer(hidden_BTD[at, row_BR], tokens_of(query, row_BR), keys, values, mask)
+        flat = out.flatten(0, 1)
+        return [flat[slot_M[torch.searchsorted(rows[0], r)]] for r in rows]
+
+    def at_last(
+        self, cache: KVBuffer | None, hidden_BMD: Tensor, count_B: Tensor
+    ) -> tuple[Tensor, KVBuffer]:
+        """State [B, D] of each row's last token, after `count_B` further ones."""
+        length_B = torch.zeros_like(count_B) if cache is None else cache.length_B
+        row_BM = length_B[:, None] + torch.arange(hidden_BMD.shape[1], device=count_B.device)
+        query, keys, values = self.layer.project(self.norm(hidden_BMD), row_BM)
+        if cache is None:
+            cache = KVBuffer.of(keys, values, count_B)
+        else:
+            cache = cache.append(keys, values, count_B)
+        at = torch.arange(len(count_B), device=count_B.device)[:, None]
+        new_B1 = count_B[:, None] - 1
+        view = cache.view(cache.length_B[:, None] - 1)
+        out = self.layer(hidden_BMD[at, new_B1], tokens_of(query, new_B1), *view)
+        return out[:, 0], cache
+
+
+class PrefixHead(Head):
+    """A head that looks at one position, which may have read the row's past by prefix attention."""
+
+    def __init__(
+        self, config: PrefixConfig, spec: TargetSpec, draft_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, spec, draft_ids)
+        self.prefix = PrefixAttention(spec) if config.prefix_attention else None
+
+    def init_from_target(self, weights: TargetWeights) -> None:
+        """See `Head.init_from_target`."""
+        if self.prefix is not None:
+            self.prefix.init_from_target(weights)
+
+    def at_rows(
+        self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]
+    ) -> list[Tensor]:
+        """For training, what the head reads in place of h_t: [M_k, D] for each depth."""
+        if self.prefix is not None:
+            return self.prefix.at_rows(batch, features["hidden"], rows)
+        hidden = features["hidden"].flatten(0, 1)
+        return [hidden[r] for r in rows]
+
+    def read_committed(
+        self, state: Any, tokens_BM: Tensor, count_B: Tensor, features: Features
+    ) -> State:
+        """See `Head.read_committed`."""
+        last = super().read_committed(state, tokens_BM, count_B, features)
+        if self.prefix is None:
+            return last
+        assert isinstance(last, LastFeatures)
+        cache = None if state is None else state.cache
+        hidden_BMD = features["hidden"][:, : tokens_BM.shape[1]]
+        hidden_BD, cache = self.prefix.at_last(cache, hidden_BMD, count_B)
+        return PrefixFeatures(hidden_BD, last.taps_BKD, cache)
