@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from .base import Head, LastFeatures
 from .config import HeadConfig
 from .kv import KVBuffer
-from .layers import DecoderLayer, RMSNorm
+from .layers import DecoderLayer, RMSNorm, tokens_of
 from .protocols import Features, State
-from .sequence import by_batch_row, row_mask, start_layer, tokens_of
+from .sequence import by_batch_row, row_mask, start_layer
 from .spec import TargetSpec, TargetWeights
 
 

@@ -201,13 +201,8 @@ class TargetModel:
         tools: list | None = None,
         template: str | None = None,
     ) -> list[int]:
-        """Ids of a conversation through the chat template, BOS as the template has it.
-
-        Args:
-            template: instead of the tokenizer's own.
-
-        Without a template, the contents joined by newlines are tokenized as they are.
-        """
+        """Ids of a conversation through `template`, or the tokenizer's own, BOS as that has it.
+        Without a template, the contents joined by newlines are tokenized as they are."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             return self.text_ids("\n".join(str(m.get("content") or "") for m in messages))
         encoded = self.tokenizer.apply_chat_template(
@@ -224,8 +219,6 @@ class TargetModel:
         if self.tokenizer is None:
             raise InputError("this target has no tokenizer", "Give prompts as lists of ids.")
         return list(self.tokenizer(text)["input_ids"])
-
-    # -- logits ----------------------------------------------------------------------------------
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] for inference."""
