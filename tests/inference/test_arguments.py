@@ -133,7 +133,6 @@ def test_a_conversation_that_the_template_refuses() -> None:
         ({"widen": False, "target": "x", "device": 1.5}, "device"),
         ({"widen": False, "heads": 5}, "heads"),
     ],
-    ids=str,
 )
 def test_arguments_of_loading(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word) as error:
