@@ -69,8 +69,8 @@ def test_a_spread_target_fills_the_cache_that_its_ends_train_from(base, tmp_path
     monkeypatch.setattr(setup.TargetModel, "load", None)  # the layers are not loaded again
     taus = [train(config).tau for config in runs]
     assert taus[0] == pytest.approx(taus[1], abs=1e-6)
-    for file in ("features/chunk-00000.safetensors", "features/target/ends.safetensors"):
-        found = [load_file(Path(config.output_dir) / file) for config in runs]
+    for name in ("cache-*/chunk-00000.safetensors", "target/ends.safetensors"):
+        found = [load_file(*(Path(config.output_dir) / "features").glob(name)) for config in runs]
         torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
     notes = [Path(config.output_dir) / "features" / "target" / "target.json" for config in runs]
     assert len({json.dumps(json.loads(path.read_text())["identity"]) for path in notes}) == 1
