@@ -125,7 +125,9 @@ class Draft:
         ids_BN, parent_BN = padded(ids, 0, device), padded(parents, 0)
         counts_B1 = torch.tensor([[len(row)] for row in ids])
         valid_BN = torch.arange(ids_BN.shape[1]) < counts_B1
-        return cls(ids_BN, parent_BN, torch.zeros_like(valid_BN), valid_BN, chances=chances)
+        draft = cls(ids_BN, parent_BN, torch.zeros_like(valid_BN), valid_BN, chances=chances)
+        draft.tokens, draft.parents = ids, parents  # known here, so never fetched
+        return draft
 
     @cached_property
     def parents(self) -> list[list[int]]:
@@ -182,9 +184,12 @@ class Draft:
         ]
         if counts == [len(parents) for parents in self.parents]:
             return self
-        nodes = torch.arange(self.ids_BN.shape[1])
         # A prefix, since nodes stand in the order of their depth.
-        return replace(self, valid_BN=nodes < torch.tensor(counts)[:, None])
+        valid_BN = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        kept = ("ids_BN", "parent_BN", "drawn_BN", "q_BNV")
+        parts = {name: getattr(self, name) for name in kept}
+        cut = {name: part[:, : max(counts)] for name, part in parts.items() if part is not None}
+        return replace(self, valid_BN=valid_BN, **cut)
 
     def ancestors(self) -> Tensor:
         """`[B, N, N]` bool on the CPU: entry (n, m) says that node n may look at node m, which is

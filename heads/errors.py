@@ -57,7 +57,7 @@ def exit_code(main: Callable[[], int]) -> int:
         if error.filename is None:
             raise
         reason = f"{error.filename}: {error.strerror}"
-        print(f"{reason}\nMove it away, or name another place in the config.", file=sys.stderr)
+        print(f"{reason}\nMake it readable and writable, or name another.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -211,7 +211,7 @@ def distil(
             accepted_M = _accepted(ratio_M, alpha_M, rows, len(ids))
             found["accepted"] = _by_depth(accepted_M.detach(), rows)
             loss_M = loss_M + objective.accepted * (1 - accepted_M)
-        found["loss"] = _by_depth(loss_M * weigh(), rows)
+        found["loss"] = _by_depth(loss_M * weigh().to(loss_M.dtype), rows)
     return found | _hits(hit_M, rows, len(ids))
 
 

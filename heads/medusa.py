@@ -1,4 +1,4 @@
-"""Medusa (arXiv 2401.10774): one independent residual stack for each depth, all on h_t alone.
+"""Medusa (arXiv 2401.10774): one independent residual stack for each depth, all on h_t.
 
 Slot k's law is lm_head(blocks_k(h_t)); it does not see the root token or earlier drafts.
 """

@@ -57,7 +57,9 @@ class PrefixAttention(nn.Module):
         scale, theirs = weights.norm_scale, weights.last_layer.get("input_norm")
         if scale is not None and theirs is not None:
             least = 1e-3 * scale.abs().max()
-            self.norm.weight.data.copy_(torch.where(scale.abs() > least, theirs / scale, 0.0))
+            size = scale.pow(2).mean().sqrt()  # of h_t, which this norm divides by
+            undone = torch.where(scale.abs() > least, theirs / scale, 0.0)
+            self.norm.weight.data.copy_(size * undone)
 
     def at_rows(
         self, batch: dict[str, Tensor], hidden_BTD: Tensor, rows: list[Tensor]

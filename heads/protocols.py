@@ -36,6 +36,11 @@ class Noise(Protocol):
         """An index drawn from `law_V`, which sums to 1."""
 
 
+Paths = Callable[[int], tuple[int, list[int]] | None]
+"""paths(m) gives node m's row and the tokens that it has after the row's committed tokens, the root
+excluded since it is committed; None where there is no such node."""
+
+
 class Sampling(Protocol):
     """Turns logits into the laws that are sampled from, the target's and the drafter's alike."""
 
@@ -47,20 +52,18 @@ class Sampling(Protocol):
     def raw_greedy(self) -> bool:
         """Greedy without any processor: the argmax may be taken before scattering to V."""
 
-    def scores(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int] | None]) -> Tensor:
-        """Logits [B, N, V] as the processors leave them, for drafts; arguments as in `laws`."""
+    def scores(self, logits_MV: Tensor, paths: Paths) -> Tensor:
+        """Logits [M, V] as the processors leave them, for drafts; arguments as in `laws`."""
 
-    def laws(self, logits_BNV: Tensor, paths: Callable[[int, int], list[int] | None]) -> Tensor:
-        """The target's laws of the next token after each node.
+    def laws(self, logits_MV: Tensor, paths: Paths) -> Tensor:
+        """The target's laws of the next token after each of M nodes, of any rows.
 
         Args:
-            logits_BNV: raw logits over target ids, -inf where a token cannot be proposed.
-            paths: paths(b, n) gives the tokens that node n has after the row's committed tokens,
-                the root excluded since it is committed, None where there is no such node; asked
-                for only where a processor looks.
+            logits_MV: raw logits over target ids, -inf where a token cannot be proposed.
+            paths: see `Paths`; asked for only where a processor looks.  Parents before children.
         Returns:
-            [B, N, V] probabilities, or [B, N] token ids when `greedy`; anything at a node that the
-            laws above it rule out.
+            [M, V] probabilities, or [M] token ids when `greedy`; anything at a node that the laws
+            above it rule out.
         """
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .draft import Draft, Plan, Tree
-from .protocols import Noise, Purpose, Sampling
+from .protocols import Noise, Paths, Purpose, Sampling
 from .shapes import paying, planned_tree, tree_levels, tree_worth
 
 CHILDREN = 8
@@ -172,12 +173,23 @@ class _Growth:
         lawless_BW1 = ~logits_BWV.amax(-1, keepdim=True).isfinite()  # so is that of NaN and inf
         logits_BWV = logits_BWV.masked_fill(lawless_BW1, 0.0)
         logits_BWV = scatter_logits(logits_BWV, head.draft_ids, head.spec.vocab_size)
-        so_far = paths_BWk[..., 1:].tolist()
-        there = (self.score[-1][:, : self.width] > -torch.inf).tolist()
-        scores_BWV = sampling.scores(
-            logits_BWV, lambda row, node: so_far[row][node] if there[row][node] else None
-        )
+        scores_BWV = sampling.scores(logits_BWV.flatten(0, 1), self._paths()).view_as(logits_BWV)
         return scores_BWV.masked_fill(lawless_BW1, -torch.inf), None
+
+    def _paths(self) -> Paths:
+        """Of the nodes that are looked at for children; fetched when first asked for."""
+
+        @cache
+        def fetched() -> tuple[list[list[int]], list[bool]]:
+            so_far_BWk = self.paths_BWk[:, : self.width, 1:]
+            there_BW = self.score[-1][:, : self.width] > -torch.inf
+            return so_far_BWk.flatten(0, 1).tolist(), there_BW.flatten().tolist()
+
+        def path(node: int) -> tuple[int, list[int]] | None:
+            so_far, there = fetched()
+            return (node // self.width, so_far[node]) if there[node] else None
+
+        return path
 
     def _above(self) -> Tensor:
         """[B, W] path scores of the nodes that get children: none below the floor does."""
@@ -191,7 +203,7 @@ class _Growth:
             scores_BWV = scores_BWV * self.head.sharpness[len(self.ids) - 1]
         law_BWV = scores_BWV.log_softmax(-1)  # all NaN where there is none
         best_BWC, index_BWC = law_BWV.topk(min(children, scores_BWV.shape[-1]), -1)
-        path_BWC = self._above()[..., None] + best_BWC.nan_to_num(nan=-torch.inf)
+        path_BWC = self._above()[..., None] + best_BWC.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         missing = children - path_BWC.shape[-1]
         if missing:
             index_BWC = torch.nn.functional.pad(index_BWC, (0, missing))
@@ -215,7 +227,8 @@ class _Growth:
         """The root and the `nodes` worthiest of the nodes that are there (worth above -inf)."""
         ids_BL, parent_BL = torch.cat(self.ids, 1), torch.cat(self.parent, 1).cpu()
         # Stable, so that of a parent and a child of equal worth the parent is taken.
-        best_BL, node_BL = worth_BL.cpu().sort(dim=1, descending=True, stable=True)
+        worth_BL = worth_BL.cpu()
+        best_BL, node_BL = worth_BL.sort(dim=1, descending=True, stable=True)
         best_BN, node_BN = best_BL[:, : nodes + 1], node_BL[:, : nodes + 1]
         chances = best_BN.exp().tolist()
         pays_B1 = torch.tensor([[paying(row[1:], self.plan)] for row in chances])
@@ -231,7 +244,7 @@ class _Growth:
         drawn_BN = torch.full_like(valid_BN, bool(laws))
         drawn_BN[:, 0] = False
         counts = valid_BN.sum(1).tolist()
-        worth = worth_BL.cpu().gather(1, kept_BN).exp().tolist()
+        worth = worth_BL.gather(1, kept_BN).exp().tolist()
         likely = [row[:n] for row, n in zip(worth, counts, strict=True)]
         kept_BN = kept_BN.to(ids_BL.device)
         draft = Draft(ids_BL.gather(1, kept_BN), parent_BN, drawn_BN, valid_BN, chances=likely)

@@ -50,7 +50,8 @@ class Weighting:
             starts[rows[0]] = round_starts(rows[0], length_R)
         return torch.cat(
             [
-                (1 - self.reach * ~before[r]) * (1 - self.on_policy * ~starts[r])
+                (1 - self.reach * (~before[r]).double())
+                * (1 - self.on_policy * (~starts[r]).double())
                 for before, r in zip(right, rows, strict=False)
             ]
         )

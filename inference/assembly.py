@@ -94,7 +94,7 @@ def check_drafter(asked: object, heads: object, widen: bool) -> None:
     """
     check_switch("widen", widen)
     by_default = asked is None and heads is not None
-    if widen and not by_default and not str(asked).startswith("heads"):
+    if widen and not by_default and asked not in ("heads", "heads+ngram"):
         raise InputError(
             f"widen is asked for, and drafter {_called(asked)} has no heads",
             "Leave widen out, or give heads; a head that is handed over has .widen.",
@@ -119,7 +119,7 @@ def check_drafter(asked: object, heads: object, widen: bool) -> None:
 
 
 def _called(drafter: object) -> str:
-    return repr(drafter if isinstance(drafter, str) else getattr(drafter, "name", drafter))
+    return repr(drafter if isinstance(drafter, str) else type(drafter).__name__)
 
 
 def build_target(

@@ -68,7 +68,8 @@ class SlotCache(Cache):
         lengths_B = torch.tensor(self.lengths, device=device)
         self.end = max(self.lengths) + nodes
         if self.end > self.capacity:
-            self._grow(_round_up(self.end))
+            # By a quarter, so that a long answer copies each token a few times only.
+            self._grow(_round_up(max(self.end, self.capacity * 5 // 4)))
         if min(self.lengths) == max(self.lengths):
             self._slots = slice(self.lengths[0], self.end)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..heads.draft import Draft, Plan, padded
 from ..heads.errors import InputError
-from ..heads.protocols import Drafter, Features, Purpose
+from ..heads.protocols import Drafter, Features, Paths, Purpose
 from .noise import RowNoise
 from .prefill import forwards
 from .sampling import RowSampling
@@ -132,7 +132,7 @@ class Batch:
             features = target.prefill(ids_BT[:, :-1], lengths, self.cache, self.taps)
             last_B = torch.tensor(lengths, device=target.device) - 1
             hidden_BD = features["hidden"][torch.arange(len(rows)), last_B]
-            laws = self.sampling.laws(target.logits(hidden_BD)[:, None], lambda b, n: [])[:, 0]
+            laws = self.sampling.laws(target.logits(hidden_BD), lambda b: (b, []))
             roots = laws.tolist() if self.sampling.greedy else self._draw(laws, lengths)
             ids_BT[torch.arange(len(rows)), last_B + 1] = torch.tensor(roots, device=target.device)
             self.state = self.drafter.start(ids_BT, last_B + 1, features)
@@ -176,9 +176,9 @@ class Batch:
                 self.taps,
                 draft.valid_BN,
             )
-            logits_BNV = target.logits(features["hidden"])
+            logits_MV = target.logits(_of_nodes(features["hidden"], draft))
         with stats.timed("verify"):
-            laws = sampling.laws(logits_BNV, _paths(draft))
+            laws = sampling.laws(logits_MV, _paths(draft)).split([len(row) for row in draft.tokens])
             verdicts = verify(draft, laws, noise)
         stats.forwards += 1
         if self.record is not None:
@@ -274,11 +274,19 @@ def _closed_up(alive: list[bool]) -> list[int]:
     return [b if alive[b] else movers.pop() for b in range(kept)]
 
 
-def _paths(draft: Draft) -> Callable[[int, int], list[int] | None]:
-    """Tokens of each node's path behind the root, looked up only when asked for."""
+def _of_nodes(value_BND: Tensor, draft: Draft) -> Tensor:
+    """[M, D] of the nodes that are there, row after row."""
+    value_MD = value_BND.flatten(0, 1)
+    place_M = draft.valid_BN.flatten().nonzero()[:, 0]
+    return value_MD if len(place_M) == len(value_MD) else value_MD[place_M.to(value_MD.device)]
 
-    def tokens(row: int, node: int) -> list[int] | None:
-        ids = draft.tokens[row]
-        return [ids[n] for n in draft.path(row, node)[1:]] if node < len(ids) else None
 
-    return tokens
+def _paths(draft: Draft) -> Paths:
+    """Rows and paths of the nodes that are there, looked up only when asked for."""
+    nodes = [(row, node) for row, ids in enumerate(draft.tokens) for node in range(len(ids))]
+
+    def path(m: int) -> tuple[int, list[int]]:
+        row, node = nodes[m]
+        return row, [draft.tokens[row][n] for n in draft.path(row, node)[1:]]
+
+    return path

@@ -98,7 +98,10 @@ class DraftModel:
         ids_BN, width = padded(rows, 0), max(counts)
         ids_BN.clamp_(max=self.model.spec.vocab_size - 1)  # padding ids of a larger target
         chain = torch.ones(1, width, width, dtype=torch.bool).tril()
-        features = self.model.forward(ids_BN.to(self.model.device), state.cache, chain, None, [])
+        valid_BN = torch.arange(width) < torch.tensor(counts)[:, None]
+        features = self.model.forward(
+            ids_BN.to(self.model.device), state.cache, chain, None, [], valid_BN
+        )
         state.cache.keep([list(range(count)) for count in counts])
         last_B = torch.tensor(counts, device=self.model.device) - 1
         return features["hidden"][torch.arange(len(rows)), last_B][:, None]

@@ -37,8 +37,9 @@ def forwards(lengths: list[int]) -> int:
 
 
 def like_lengths(lengths: list[int]) -> list[slice]:
-    """Neighbours that are read together: padding, which takes as long as text, stays below a
-    quarter of it or 64 tokens a row, and all of them below `TOGETHER` unless one alone is longer.
+    """Neighbours that are read together: padding, which takes as long as text but where rows are
+    ragged, stays below a quarter of it or 64 tokens a row, and all of them below `TOGETHER` unless
+    one alone is longer.
     """
     groups, start = [], 0
     for end in range(1, len(lengths) + 1):

@@ -1,7 +1,7 @@
 """Rows of unlike numbers of tokens in one forward, without paying for their padding.
 
 Every layer but attention treats tokens alone: it reads those of all rows as one row of T.
-Attention, and the cache, lay them out as rows again.
+Attention, and the cache, lay them out as rows again, padding included.
 
 Shape suffixes: B rows, N tokens a row with padding, T tokens of all rows, H heads, D width.
 """
@@ -16,12 +16,12 @@ class Ragged:
     """Where the tokens of right-padded rows stand.
 
     Args:
-        valid_BN: True for tokens, False for padding.
+        valid_BN: True for tokens, False for padding; on the host.
     """
 
-    def __init__(self, valid_BN: Tensor) -> None:
+    def __init__(self, valid_BN: Tensor, device: torch.device | None = None) -> None:
         self.shape = valid_BN.shape
-        self.place_T = valid_BN.flatten().nonzero()[:, 0]
+        self.place_T = valid_BN.flatten().nonzero()[:, 0].to(device)
 
     def close(self, padded_BN: Tensor) -> Tensor:
         """[B, N, ..] to [1, T, ..]."""
@@ -42,4 +42,4 @@ def ragged(valid_BN: Tensor | None, device: torch.device) -> Ragged | None:
     """None where there is no padding to leave out."""
     if valid_BN is None or bool(valid_BN.all()):
         return None
-    return Ragged(valid_BN.to(device))
+    return Ragged(valid_BN, device)

@@ -1,12 +1,12 @@
 """Logits to laws, for target and drafters alike.
 
-Shape suffixes: B rows, N nodes, V vocabulary.
+Shape suffixes: M nodes of all rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..heads.protocols import Paths
 from .processors import prefix_free, probe
 from .settings import Settings
-
-Paths = Callable[[int, int], list[int] | None]
-"""See `heads.protocols.Sampling.laws`."""
 
 
 @dataclass
@@ -34,6 +32,7 @@ class RowSampling:
     history: list[list[int]]
     chains: list[list[Any]] = field(default_factory=list)
     _probed: bool = False
+    _committed: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.chains:
@@ -49,7 +48,7 @@ class RowSampling:
         """See `heads.protocols.Sampling`."""
         return self.settings.greedy and not self.chains[0]
 
-    def scores(self, logits_BNV: Tensor, paths: Paths) -> Tensor:
+    def scores(self, logits_MV: Tensor, paths: Paths) -> Tensor:
         """See `heads.protocols.Sampling`.
 
         Processors that do not look at the prefix take all nodes at once; the others take each node
@@ -57,21 +56,21 @@ class RowSampling:
         drafted: a draft may hold what the target's law rules out, where that processor is never
         asked in plain decoding.  On any other prefix `laws` asks it again, and the error is told.
         """
-        scores = _wide(logits_BNV)
+        scores = _wide(logits_MV)
         first = self.chains[0]
         for free, places in groupby(range(len(first)), lambda place: prefix_free(first[place])):
             if free:
                 for place in places:
-                    scores = first[place](None, scores.flatten(0, 1)).view_as(scores)
+                    scores = first[place](None, scores)
             else:
                 scores = self._by_prefix(list(places), scores, paths)
         return scores
 
-    def laws(self, logits_BNV: Tensor, paths: Paths) -> Tensor:
+    def laws(self, logits_MV: Tensor, paths: Paths) -> Tensor:
         """See `heads.protocols.Sampling`."""
         if self._custom:
-            return self._reachable_laws(_wide(logits_BNV), paths)
-        return self._law(self.scores(logits_BNV, paths))
+            return self._reachable_laws(_wide(logits_MV), paths)
+        return self._law(self.scores(logits_MV, paths))
 
     @property
     def _custom(self) -> bool:
@@ -82,29 +81,27 @@ class RowSampling:
 
     def _by_prefix(self, places: list[int], scores: Tensor, paths: Paths) -> Tensor:
         result = scores.clone()
-        for row, history in enumerate(self.history):
-            committed = torch.tensor([history], device=scores.device)
-            for node in range(scores.shape[1]):
-                path = paths(row, node)
-                if path is None:
-                    continue
-                try:
-                    result[row, node] = self._after(row, committed, path, scores[row, node], places)
-                except Exception:  # whatever a custom processor raises
-                    if not self._custom:
-                        raise
-                    result[row, node] = -torch.inf
+        for node, (row, path) in self._nodes(paths, len(scores)):
+            try:
+                result[node] = self._after(row, path, scores[node], places)
+            except Exception:  # whatever a custom processor raises
+                if not self._custom:
+                    raise
+                result[node] = -torch.inf
         return result
 
-    def _after(
-        self,
-        row: int,
-        committed_1T: Tensor,
-        path: list[int],
-        scores_V: Tensor,
-        places: Iterable[int],
-    ) -> Tensor:
+    def _nodes(self, paths: Paths, count: int) -> Iterator[tuple[int, tuple[int, list[int]]]]:
+        """The nodes that are there, with their rows and paths."""
+        self._committed.clear()
+        for node in range(count):
+            if (found := paths(node)) is not None:
+                yield node, found
+
+    def _after(self, row: int, path: list[int], scores_V: Tensor, places: Iterable[int]) -> Tensor:
         """Scores [V] of one node as the processors at `places` of its row's chain leave them."""
+        if row not in self._committed:  # made once a row
+            self._committed[row] = torch.tensor([self.history[row]], device=scores_V.device)
+        committed_1T = self._committed[row]
         prefix = torch.cat([committed_1T, committed_1T.new_tensor([path])], 1)
         # A clone: processors may write into what they are given.
         scores = scores_V[None].clone()
@@ -116,24 +113,18 @@ class RowSampling:
         self._probed = True
         return scores[0]
 
-    def _reachable_laws(self, scores_BNV: Tensor, paths: Paths) -> Tensor:
+    def _reachable_laws(self, scores_MV: Tensor, paths: Paths) -> Tensor:
         """The laws of the nodes that can be reached, zeros for the others: custom processors are
         asked about no prefix that plain decoding could not come to."""
-        rows, nodes, _ = scores_BNV.shape
-        laws = torch.zeros_like(scores_BNV)
+        laws = torch.zeros_like(scores_MV)
         if self.greedy:
-            laws = torch.zeros(rows, nodes, dtype=torch.long, device=scores_BNV.device)
-        for row in range(rows):
-            after: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-            committed = torch.tensor([self.history[row]], device=scores_BNV.device)
-            for node in range(nodes):
-                path = paths(row, node)
-                if path is None or not _reached(after, tuple(path)):
-                    continue
+            laws = torch.zeros(len(scores_MV), dtype=torch.long, device=scores_MV.device)
+        after: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        for node, (row, path) in self._nodes(paths, len(scores_MV)):
+            if _reached(after, row, tuple(path)):
                 chain = range(len(self.chains[row]))
-                law = self._law(self._after(row, committed, path, scores_BNV[row, node], chain))
-                laws[row, node] = law
-                after[tuple(path)].append(law)
+                laws[node] = law = self._law(self._after(row, path, scores_MV[node], chain))
+                after[row, *path].append(law)
         return laws
 
     def select(self, rows: list[int]) -> RowSampling:
@@ -146,13 +137,13 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(torch.float32, logits.dtype))
 
 
-def _reached(after: dict[tuple[int, ...], list[Tensor]], path: tuple[int, ...]) -> bool:
+def _reached(after: dict[tuple[int, ...], list[Tensor]], row: int, path: tuple[int, ...]) -> bool:
     """May the last token of `path` follow the others?
 
     Args:
-        after: the laws of the nodes on each path, parents before children.
+        after: the laws of the nodes on each path, the row before it; parents before children.
     """
     if not path:
         return True
-    laws, token = after[path[:-1]], path[-1]
+    laws, token = after[row, *path[:-1]], path[-1]
     return any(bool(law[token] > 0 if law.ndim else law == token) for law in laws)

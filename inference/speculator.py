@@ -205,7 +205,8 @@ class Speculator:
         mask = kwargs.get("attention_mask")
         if kwargs.get("streamer") is not None:
             raise InputError("custom_generate does not take streamer", "Use Speculator.stream.")
-        if model is not self.target.model:
+        # The decoder, since an adapter's wrapper hands on the model that it wraps.
+        if model.get_decoder() is not self.target.decoder:
             raise InputError(
                 f"custom_generate on a {type(model).__name__} that is not this Speculator's target",
                 "Call generate on the model that it was made of (spec.target.model).",

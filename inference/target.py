@@ -71,7 +71,8 @@ class TargetModel:
         rows = self._projection.weight_rows
         self.weights = target_weights(self.decoder, self.layers, rows, self.device)
         self.packed = packed.pack_linears(self.decoder) if pack else 0
-        self.ragged = pack and use_grouped_attention(model)
+        grouped = pack and use_grouped_attention(model)
+        self.ragged = grouped and self.device.type == "cpu"
         model.eval()
         probe_target(self)
 
@@ -99,7 +100,8 @@ class TargetModel:
             device_map: `auto`, or a device (or `disk`) by module: spreads a model that no single
                 device holds, as transformers does.
             random: instead of `model`, a transformers config initialised from `seed`.
-            pack: run fp32 linears on a CPU with reordered weights.
+            pack: attention without copies of keys and, on a CPU, fp32 linears with reordered
+                weights and forwards without padding.
         Raises:
             InputError: whatever is wrong with the names or the files.
         """

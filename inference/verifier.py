@@ -15,8 +15,11 @@ Shape suffixes: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..heads.draft import Draft
@@ -35,19 +38,22 @@ class Verdict(NamedTuple):
     tokens: list[int]
 
 
-def verify(draft: Draft, laws: Tensor, noise: Noise) -> list[Verdict]:
+def verify(draft: Draft, laws: Sequence[Tensor], noise: Noise) -> list[Verdict]:
     """Walks every row's tree.
 
     Args:
-        laws: the target's laws after each node, [B, N, V] probabilities; or, when they are point
-            masses (greedy), [B, N] token ids, compared and never divided.
+        laws: of each row, the target's laws after its nodes, [N, V] probabilities; or, when they
+            are point masses (greedy), [N] token ids, compared and never divided.
         noise: decides; acceptance is keyed by the child's node, the final draw by the last
             accepted node.
     """
-    ids, children = draft.ids_BN.tolist(), draft.children
-    if laws.ndim == 2:
-        walks = zip(ids, children, laws.tolist(), strict=True)
-        return [_walk_greedy(row_ids, kids, choice) for row_ids, kids, choice in walks]
+    ids, children = draft.tokens, draft.children
+    if laws[0].ndim == 1:
+        choices, ends = torch.cat(tuple(laws)).tolist(), accumulate(map(len, laws))
+        return [
+            _walk_greedy(row, kids, choices[end - len(law) : end])
+            for row, kids, law, end in zip(ids, children, laws, ends, strict=True)
+        ]
     drawn = draft.drawn_BN.tolist()
     return [
         _walk(b, ids[b], children[b], drawn[b], laws[b], None if q is None else q[b], noise)

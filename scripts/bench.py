@@ -33,7 +33,7 @@ from selfdraft.scripts import drafting
 from selfdraft.scripts.bench_report import Method, Run, conditions, differences, row, show, write
 from selfdraft.train.config import resolve_path
 from selfdraft.train.formats import prompt_messages
-from selfdraft.train.reading import RowError, read_rows, whole_lines
+from selfdraft.train.reading import RowError, counted, read_rows, whole_lines
 
 KNOWN = "plain,hf,hf_lookup,ngram,heads,heads+ngram"
 LOOKUP_TOKENS = 10  # transformers' usual number of tokens copied from the prompt
@@ -212,11 +212,11 @@ def read_prompts(
             continue
         prompts.append(ids)
         categories.append(str(entry.get("category", "all")))
-    for reason, count in skipped.items():
-        print(f"skipped {count} prompts: {reason}")
     if not prompts:
-        reasons = "; ".join(f"{count} × {reason}" for reason, count in skipped.items())
-        raise InputError(f"{path}: no usable prompt: {reasons}", 'Rows want {"prompt": "..."}.')
+        reason = f"{path}: no usable prompt: {counted(skipped)}"
+        raise InputError(reason, 'Rows want {"prompt": "..."}.')
+    if skipped:
+        print(f"skipped prompts: {counted(skipped)}")
     return prompts, categories
 
 

@@ -28,6 +28,10 @@ from selfdraft.scripts import bench, experiments, heads_report
 from selfdraft.scripts.acceptance import watch
 from selfdraft.scripts.bench_report import conditions, show, write
 from selfdraft.scripts.experiments import Variant
+from selfdraft.scripts.trained import figures
+
+METHODS = ("plain", "hf", "ngram")
+"""Rows of the report beside the heads'."""
 
 
 def speculators(target: TargetModel, variants: list[Variant]) -> dict[str, Speculator]:
@@ -63,7 +67,7 @@ def measure(options: argparse.Namespace, variants: list[Variant]) -> dict[str, A
     rows = bench.measured(target, methods, ids, categories, greedy=temperature == 0)
     report = {
         "conditions": facts,
-        "heads": [experiments.figures(variant) for variant in variants],
+        "heads": [figures(variant) for variant in variants],
         "rows": rows,
     }
     if temperature > 0:
@@ -102,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     if options.variants is None:
         variants = experiments.kinds(options, options.kinds.split(","), limits)
     else:
-        named = experiments.read_variants(Path(options.variants))
+        named = experiments.read_variants(Path(options.variants), METHODS)
         variants = experiments.overridden(options, named, limits)
     with experiments.workplace(Path(options.output)) as lock:
         experiments.train_all(variants, lock)

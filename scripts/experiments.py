@@ -9,22 +9,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import safe_open
 
 from selfdraft.heads import HEADS, HeadConfig
-from selfdraft.heads.checkpoint import DESCRIPTION, WEIGHTS, read_description, sha256
+from selfdraft.heads.checkpoint import DESCRIPTION, sha256
 from selfdraft.heads.errors import InputError, nearest
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts.prepare_data import prepare
@@ -32,11 +30,9 @@ from selfdraft.train import checkpoint
 from selfdraft.train.config import PACKAGE, TrainConfig, load_config, resolve_path
 from selfdraft.train.data import load_documents
 from selfdraft.train.distill import open_features
-from selfdraft.train.evaluate import TAUS
 from selfdraft.train.limits import Limits
 from selfdraft.train.locks import locked
 from selfdraft.train.overrides import parse_yaml
-from selfdraft.train.tracking import METRICS
 
 MANY = 10**6
 """Steps of a run that minutes end."""
@@ -44,7 +40,8 @@ LAYOUT = ("pack", "bucket", "eval_prompts", "temperatures", "answer_batch_size",
 """Fields of `data` that change neither the answers nor their features."""
 
 BASE = "base"
-RESERVED = (BASE, "plain", "hf", "ngram")
+SAME = ("seed", "output_dir", "resume", "schedule.steps", "schedule.minutes", "schedule.patience")
+"""Keys of a run that a comparison chooses."""
 """Rows that variants are compared with."""
 
 
@@ -98,9 +95,9 @@ def schedule(options: argparse.Namespace, steps: int | None = None) -> list[str]
         raise InputError(
             f"--minutes is {minutes}, steps are {steps}", "Give one of them, and above 0."
         )
-    if steps is not None:
-        return [f"schedule.steps={steps}"]
-    return [f"schedule.steps={MANY}", f"schedule.minutes={minutes}"]
+    shown = "null" if minutes is None else minutes
+    alone = [f"schedule.minutes={shown}", "schedule.patience=null"]
+    return [f"schedule.steps={MANY if steps is None else steps}", *alone]
 
 
 def kinds(options: argparse.Namespace, names: list[str], limits: list[str]) -> list[Variant]:
@@ -124,11 +121,13 @@ def with_kind(config: TrainConfig, kind: str) -> TrainConfig:
     return config.model_copy(update={"head": HEADS[kind].Config(**(shared | {"kind": kind}))})
 
 
-def read_variants(path: Path) -> dict[str, dict[str, Any]]:
+def read_variants(path: Path, reserved: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Names and what each sets: {dotted key: value}.
 
+    Args:
+        reserved: names that the report gives itself.
     Raises:
-        InputError: no such file, or another form.
+        InputError: no such file, another form, or a key that the command sets for all alike.
     """
     path = resolve_path(path)
     if not path.is_file():
@@ -137,7 +136,13 @@ def read_variants(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(named, dict) or not all(isinstance(v, dict) for v in named.values()):
         problems, named = problems or ["it is not name -> {dotted key: value}"], {}
     problems += [f"{n!r} is no name" for n in named if not re.fullmatch(r"[\w.-]+", str(n))]
-    problems += [f"{n!r} is a row of the report already" for n in named if str(n) in RESERVED]
+    problems += [f"{n!r} is a row of the report already" for n in named if str(n) in reserved]
+    problems += [
+        f"{n!r} sets {key}, which is the same for all"
+        for n, fields in named.items()
+        for key in fields
+        if key in SAME
+    ]
     if problems:
         raise InputError(f"{path}: {'; '.join(problems)}", "For example  tv: {head.loss: tv}")
     return {str(name): fields for name, fields in named.items()}
@@ -239,12 +244,17 @@ def _home(config: TrainConfig) -> tuple[Path, Path]:
 def make_data(configs: list[TrainConfig]) -> None:
     """The answers of configs that share their data, and one feature cache with all their taps."""
     prepare(configs[0])
+    target = TargetModel.load(**configs[0].target.model_dump(), seed=configs[0].seed)
+    documents = load_documents(configs[0], target)
+    if not documents.held_out:
+        raise InputError(
+            f"{configs[0].answers_file} leaves no prompt to hold out", "Give more prompts."
+        )
     if not configs[0].data.features.cache:
         return
-    target = TargetModel.load(**configs[0].target.model_dump(), seed=configs[0].seed)
     layers = target.spec.num_layers
     taps = {t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)}
-    open_features(configs[0], target, load_documents(configs[0], target), sorted(taps))
+    open_features(configs[0], target, documents, sorted(taps))
 
 
 def train(variant: Variant, lock: int) -> None:
@@ -268,33 +278,3 @@ def train(variant: Variant, lock: int) -> None:
             f"training {variant.name} ended with exit code {code}",
             f"Its own message is above; its config is {path}.",
         )
-
-
-def figures(variant: Variant) -> dict[str, Any]:
-    """What the training of a variant came to."""
-    folder, found = variant.folder, checkpoint.latest(variant.folder)
-    assert found is not None, "not trained"
-    lines = [json.loads(line) for line in (folder / METRICS).open()]
-    tokens, seconds = sum(line.get("tokens", 0) for line in lines), found.state["seconds"]
-    best = read_description(folder)
-    if best["tau"] is None:
-        raise InputError(f"{variant.name} has no held-out tau", "Give more prompts.")
-    return {
-        "name": variant.name,
-        "kind": best["kind"],
-        "parameters": parameters(folder),
-        "steps": found.step,
-        "minutes": seconds / 60,
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "best_step": best["step"],
-        **{name: best[name] for name in TAUS},
-    }
-
-
-def parameters(folder: Path) -> int:
-    """Learned numbers of the head in `folder`."""
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    learned = [s for name, s in slices.items() if name != "draft_ids"]
-    return sum(math.prod(s.get_shape()) for s in learned)

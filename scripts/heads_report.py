@@ -19,7 +19,7 @@ def check_plots() -> None:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table: floats with two decimals, nothing for None, lists as their entries."""
+    """A table: three decimals below ten, nothing for None, lists as their entries."""
     lines = [
         columns,
         ["---"] + ["---:"] * (len(columns) - 1),
@@ -32,7 +32,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(f"{entry:.3f}" for entry in value if entry is not None)
     if isinstance(value, float):
-        return f"{value:.2f}"
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -35,7 +35,8 @@ def prepare(config: TrainConfig) -> int:
         InputError: whatever is wrong with config, data or target; several processes, or another
             one at work in output_dir or on the answers.
     """
-    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+    processes = int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
+    if processes > 1:
         raise InputError(
             f"{processes} processes are to prepare the data, and each would write all of it",
             "Run it in one: python scripts/prepare_data.py CONFIG.",

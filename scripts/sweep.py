@@ -23,6 +23,7 @@ from selfdraft.scripts import bench, experiments
 from selfdraft.scripts.bench_report import conditions, write
 from selfdraft.scripts.experiments import BASE, Variant
 from selfdraft.scripts.heads_report import table
+from selfdraft.scripts.trained import figures
 
 COLUMNS = {
     "name": "variant",
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     bench.check_numbers(options)
     ends, seeds = bounds(options), _seeds(options.seeds)
     named: dict[str, dict[str, Any]] = {BASE: {}} | experiments.read_variants(
-        Path(options.variants)
+        Path(options.variants), (BASE,)
     )
     trained = {
         end: [experiments.overridden(options, named, [*more, f"seed={s}"]) for s in seeds]
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
 def summaries(by_seed: list[list[Variant]]) -> list[dict[str, Any]]:
     """`summary` of each variant, the base first; each seed trained all of them."""
-    runs = [[experiments.figures(v) for v in same] for same in zip(*by_seed, strict=True)]
+    runs = [[figures(v) for v in same] for same in zip(*by_seed, strict=True)]
     return [summary(found[0]["name"], found, runs[0]) for found in runs]
 
 
@@ -132,9 +133,12 @@ def _publish(report: dict[str, Any], path: Path) -> None:
 
 def _seeds(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        seeds = [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--seeds {text!r} are no numbers", "Give some, as in 0,1,2.") from None
+    if len({*seeds}) < len(seeds):
+        raise InputError(f"--seeds {text!r} names one twice", "A run with one seed is one run.")
+    return seeds
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,7 +43,7 @@ def test_bench_compares_all_ways(heads: str, prompts: str, tmp_path: Path, capsy
         assert row["tokens_per_second"] == pytest.approx(rate)
         assert row["speedup_vs_plain"] == pytest.approx(rate / rows["plain"]["tokens_per_second"])
     printed = capsys.readouterr().out
-    assert "skipped 1 prompts" in printed
+    assert "skipped prompts: 1 × " in printed
     assert "hydra+ngram" in printed
 
 

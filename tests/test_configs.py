@@ -55,7 +55,7 @@ def test_every_variant_is_another_head_or_other_data_and_learns(name: str, tmp_p
     options = argparse.Namespace(
         config=str(ROOT / "configs" / "hydra.yaml"), overrides=more, output=str(tmp_path)
     )
-    named = experiments.read_variants(Path(f"configs/variants/{name}.yaml"))
+    named = experiments.read_variants(Path(f"configs/variants/{name}.yaml"), ("base",))
     made = experiments.overridden(options, {"base": {}} | named, [])
     assert len(made) == VARIANTS[name] + 1
     parts = {(v.config.head.model_dump_json(), str(v.config.data.temperatures)) for v in made}

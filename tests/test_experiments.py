@@ -171,13 +171,15 @@ def test_seeds_of_a_named_target_share_its_data(tmp_path):
         "plain: {}",
         "hf: {}",
         "ngram: {}",
+        "long: {schedule.steps: 600}",
+        "other: {seed: 3}",
     ],
 )
 def test_bad_variants_are_two_lines(tmp_path, text):
     path = tmp_path / "v.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
-        experiments.read_variants(path)
+        experiments.read_variants(path, ("base", "plain", "hf", "ngram"))
     assert len(str(caught.value).splitlines()) == 2
 
 

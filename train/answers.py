@@ -24,7 +24,7 @@ from .config import TrainConfig, resolve_path
 from .data import TOO_LONG, check_limits
 from .formats import Conversation, prompt_conversation, prompt_key
 from .meta import check_settings, read_meta, write_meta
-from .reading import RowError, read_rows, whole_lines
+from .reading import RowError, counted, read_rows, whole_lines
 from .recording import RecordedStates, Recorder
 from .sections import Answer
 
@@ -60,8 +60,8 @@ def read_prompts(config: TrainConfig) -> tuple[list[Conversation], Counter[str]]
         except RowError as error:
             skipped[str(error)] += 1
     if not prompts:
-        reasons = "; ".join(f"{count} × {reason}" for reason, count in skipped.items())
-        raise InputError(f"{path}: no usable prompt: {reasons}", 'Rows want {"prompt": "..."}.')
+        reason = f"{path}: no usable prompt: {counted(skipped)}"
+        raise InputError(reason, 'Rows want {"prompt": "..."}.')
     return prompts, skipped
 
 

@@ -240,7 +240,9 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _describe(error: ErrorDetails, kind: Any) -> str:
     """One problem in one line: the dotted path, the value met, what is wanted."""
-    *parents, name = error["loc"] or ("",)
+    if not error["loc"]:  # of several sections together
+        return error["msg"].removeprefix("Value error, ")
+    *parents, name = error["loc"]
     path = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         return f"{path}: missing"

@@ -33,7 +33,7 @@ from .formats import (
 )
 from .meta import read_meta
 from .packing import Document
-from .reading import RowError, check_end, read_rows
+from .reading import RowError, check_end, counted, read_rows
 
 CUT_AWAY = "fewer than two loss tokens left within max_length"
 TOO_LONG = "longer than max_length"
@@ -117,7 +117,7 @@ def _check_row(row: dict[str, Any]) -> Conversation | str | None:
 
 
 def _no_rows(path: Path, skipped: Counter[str]) -> InputError:
-    reasons = "; ".join(f"{count} × {reason}" for reason, count in skipped.most_common())
+    reasons = counted(skipped)
     if set(skipped) & {CUT_AWAY, TOO_LONG}:
         return InputError(f"{path}: no usable row: {reasons}", "Raise data.max_length.")
     return InputError(

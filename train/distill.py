@@ -30,7 +30,7 @@ from .caches import INDEX, chunk_name, is_whole, read_index
 from .config import TrainConfig
 from .data import Documents
 from .features import FeatureSource, OnlineFeatures, compute
-from .locks import locked
+from .locks import InUse, locked
 from .packing import Document
 from .recording import RecordedStates
 from .rounding import bytes_a_state
@@ -89,14 +89,16 @@ class FeatureCache(FeatureSource):
             InputError: the features would exceed `max_gb`, or some are missing and the target is
                 not there to compute them.
         """
+        if self._finished():
+            say(f"features: {self.tokens} tokens read from {self.folder}")
+            return
         self._check_size()
-        if isinstance(self.target, TargetEnds) and not self._finished():
+        if isinstance(self.target, TargetEnds):
             raise InputError(f"data.features.cache_only is set, but {self._lack()}", REFILL)
         if is_main():
             self._fill()
-        else:
-            while not self._finished():
-                time.sleep(0.5)
+        while not self._finished():
+            time.sleep(0.5)
 
     def bytes_needed(self) -> int:
         """Size of all features on disk."""
@@ -123,13 +125,18 @@ class FeatureCache(FeatureSource):
 
     def _fill(self) -> None:
         """A complete cache is written by nobody, so those who read it need no lock."""
-        if self._finished():
-            say(f"features: {self.tokens} tokens read from {self.folder}")
-            return
         if others := caches.others(self.root, self.fingerprint):
             say(f"features: other caches stay, delete what no run needs:{others}")
-        with locked(self.folder, "Set data.features.folder to another one."):
-            self._compute()
+        waiting = False
+        while True:
+            try:
+                with locked(self.folder / INDEX, "Set data.features.folder.", file=True):
+                    return self._compute()
+            except InUse:
+                if not waiting:
+                    say(f"features: another process fills {self.folder}; waiting for it")
+                waiting = True
+                time.sleep(0.5)
 
     def _compute(self) -> None:
         done = self._usable()
@@ -162,12 +169,15 @@ class FeatureCache(FeatureSource):
         return (
             index is not None
             and index["fingerprint"] == self.fingerprint
-            and index["complete"]
+            and len(index["chunks"]) == len(self.chunks)
             and all(is_whole(self.folder / n, s) for n, s in index["chunks"].items())
         )
 
     def _write_index(self, done: dict[str, str]) -> None:
-        complete = len(done) == len(self.chunks)
+        # One that was complete stays so while it is repaired, so that all processes choose it.
+        before = read_index(self.folder) or {"fingerprint": None}
+        known = before["fingerprint"] == self.fingerprint and before["complete"]
+        complete = known or len(done) == len(self.chunks)
         index = {"fingerprint": self.fingerprint, "complete": complete, "chunks": done}
         replace_file(self.folder / INDEX, lambda to: Path(to).write_text(json.dumps(index)))
 

@@ -20,7 +20,7 @@ def finished(found: Checkpoint, config: TrainConfig) -> bool:
         InputError: the checkpoint is another run's, and leaves none of its steps to output_dir.
     """
     limit = Limits(config.schedule, found.state).reached(found.step)
-    if limit is None or found.state["target_config"] != named(config):
+    if limit is None:
         return False
     if not found.lies_in(config.output_dir):
         raise InputError(
@@ -28,6 +28,8 @@ def finished(found: Checkpoint, config: TrainConfig) -> bool:
             f"{config.output_dir}",
             "Raise the limit, or take the head that is there.",
         )
+    if found.state["target_config"] != named(config):
+        return False  # said once the target is loaded
     say(f"{config.output_dir} is finished: {found.step} steps are done, {limit}; raise it to go on")
     return True
 

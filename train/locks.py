@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..heads.errors import InputError
+
+
+class InUse(InputError):
+    """Another process holds the lock."""
 
 
 @contextmanager
@@ -20,7 +25,8 @@ def locked(kept: Path, advice: str, *, file: bool = False) -> Iterator[int]:
     Yields:
         the lock's descriptor; a child that inherits it holds the lock too.
     Raises:
-        InputError: another process holds it, or there can be no such folder.
+        InUse: another process holds it.
+        InputError: there can be no such folder.
     """
     lock = kept.with_name(f".{kept.name}.lock") if file else kept / ".lock"
     try:
@@ -33,8 +39,11 @@ def locked(kept: Path, advice: str, *, file: bool = False) -> Iterator[int]:
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(
+        except BlockingIOError:
+            raise InUse(
                 f"{kept} is in use by another process", f"Wait for it to end, or: {advice}"
             ) from None
+        except OSError as error:  # a disk without locks, as some shared ones are
+            reason = f"{kept} lies on a disk that takes no locks ({error.strerror})"
+            warnings.warn(f"{reason}: see to it that one run alone writes there", stacklevel=3)
         yield handle.fileno()

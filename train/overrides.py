@@ -1,4 +1,5 @@
-"""YAML in which 2e-5 is a number, 1:30 and 010 are none and equal keys are noticed; overrides."""
+"""YAML in which 2e-5 is a number, 1:30, 010 and 2026-11-30 are text and equal keys are noticed;
+overrides."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import yaml
 
-INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+INT, FLOAT, DATE = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,7 +48,7 @@ _FORMS = {
     r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
 }
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in found if tag not in (INT, FLOAT)]
+    first: [(tag, form) for tag, form in found if tag not in (INT, FLOAT, DATE)]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _form in _FORMS.items():
@@ -61,7 +62,14 @@ def parse_yaml(text: str) -> tuple[Any, list[str]]:
         loader = _Loader(text)
         return loader.get_single_data(), loader.duplicates
     # A tag such as !!bool on another value is met as whatever its constructor stumbles over.
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         return None, [f"not YAML: {' '.join(str(error).split())}"]
 
 

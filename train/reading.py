@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,8 +27,21 @@ _WHOLE = re.compile(rb'(?:[^"]++|' + _STRING + rb")*+", re.DOTALL)
 """Up to the next mark outside of strings; and up to a string without an end."""
 
 
+SHOWN = 5
+"""Reasons told at most: some hold a row's own words."""
+
+
 class RowError(ValueError):
     """A row that cannot be used; the text is the reason that it is counted under."""
+
+
+def counted(reasons: Mapping[str, int]) -> str:
+    """The commonest reasons and how often each was met, in one line."""
+    often = sorted(reasons.items(), key=lambda item: -item[1])
+    parts = [f"{count} × {reason}" for reason, count in often[:SHOWN]]
+    if rest := often[SHOWN:]:
+        parts.append(f"{sum(count for _, count in rest)} × {len(rest)} other reasons")
+    return "; ".join(parts)
 
 
 def read_rows(

@@ -33,9 +33,9 @@ class FeaturesConfig(Section):
         folder: default OUTPUT_DIR/features.  Runs may share it: each cache has a subfolder of its
             own, which stays until it is deleted by hand.
         dtype: what states are rounded to; see rounding.py.
-        max_gb: a run's cache stops growing here.
+        max_gb: a run whose cache would be larger is refused.
         cache_only: train with the target's embedding and lm_head alone in memory; the cache is
-            filled by scripts/prepare_data.py.
+            filled by scripts/prepare_data.py.  One target a folder.
     """
 
     cache: bool = True
@@ -91,6 +91,18 @@ class DataConfig(Section):
     def pack_length(self) -> int | None:
         """Tokens of a row that documents share; None where each has its own."""
         return self.max_length if self.pack else None
+
+    @model_validator(mode="after")
+    def _temperatures_are_answered(self) -> Self:
+        # A law that top-p has cut is that of no temperature.
+        drawn = {a.temperature for a in self.answers if a.temperature == 0 or a.top_p == 1}
+        if self.prompts is not None and (missing := {*(self.temperatures or [])} - drawn):
+            shown = ", ".join(map(str, sorted(drawn))) or "none"
+            raise ValueError(
+                f"temperatures: no answer is drawn at {min(missing)} without top_p; there are: "
+                f"{shown}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _answers_have_a_file(self) -> Self:

@@ -28,6 +28,7 @@ from .engine import Engine, uses_deepspeed
 from .features import FeatureSource
 from .limits import measured_alike
 from .packing import Document, digest
+from .reading import counted
 from .tracking import is_main, say
 
 START_ROWS = 64  # documents whose states say where an lm_head of low rank has to be right
@@ -171,14 +172,14 @@ def describe(documents: Documents) -> str:
     parts = [f"{len(documents.train)} rows to train on, {len(documents.held_out)} held out"]
     if len(documents.eval) < len(documents.held_out):
         parts[0] += f", tau is measured on the {len(documents.eval)} greedy ones"
+    if documents.unused:
+        parts.append(f"{len(documents.unused)} left out by data.temperatures")
     if documents.cut:
         parts.append(f"{documents.cut} cut to data.max_length")
     if documents.turns:
-        counts = ", ".join(f"{count} × {reason}" for reason, count in documents.turns.items())
-        parts.append(f"assistant turns out of the loss: {counts}")
+        parts.append(f"assistant turns out of the loss: {counted(documents.turns)}")
     if documents.skipped:
-        counts = ", ".join(f"{count} × {reason}" for reason, count in documents.skipped.items())
-        parts.append(f"skipped: {counts}")
+        parts.append(f"skipped: {counted(documents.skipped)}")
     return f"data: {'; '.join(parts)}"
 
 

@@ -122,7 +122,11 @@ def wrong_residual(monkeypatch: Any) -> None:
 def wrong_laws(monkeypatch: Any) -> None:
     """The target's laws are one node late."""
     right = decode.verify
-    monkeypatch.setattr(decode, "verify", lambda d, laws, noise: right(d, laws.roll(1, 1), noise))
+
+    def late(draft: Any, laws: Any, noise: Any) -> Any:
+        return right(draft, [law.roll(1, 0) for law in laws], noise)
+
+    monkeypatch.setattr(decode, "verify", late)
 
 
 def wrong_cache(monkeypatch: Any) -> None:
@@ -136,7 +140,12 @@ def wrong_cache(monkeypatch: Any) -> None:
 
 def wrong_history(monkeypatch: Any) -> None:
     """Draft tokens are left out of what the processors see."""
-    monkeypatch.setattr(decode, "_paths", lambda draft: lambda row, node: [])
+    right = decode._paths
+
+    def without(draft: Any) -> Any:
+        return lambda m: (right(draft)(m)[0], [])
+
+    monkeypatch.setattr(decode, "_paths", without)
 
 
 def wrong_eos(monkeypatch: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import decode_law, distance, target_law
-from fixtures import PROMPTS, make_head, plain, tiny
+from fixtures import PROMPTS, VOCAB, make_head, plain, tiny
 from tables import TableTarget
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -108,6 +108,17 @@ def test_a_draft_vocabulary_banned_whole(kind: str, banned: list[int], more: dic
     for plan in (Plan(3), Plan(2, tree=TREE)):
         out = Speculator(tiny(), head, plan).generate(PROMPTS, **settings)
         assert not set(banned) & {token for row in out.token_ids for token in row}
+        drafted = sum(out.stats.drafted_by.values())
+        assert drafted == 0 if banned == [3, 5] else drafted > 0
+
+
+def test_a_vocabulary_banned_in_part_gives_no_children_that_cannot_be() -> None:
+    """With one id left a tree of six nodes is a chain of that id."""
+    head = make_head("hydra", tiny().spec, depth=2, scale=0.1)
+    settings = {"max_new_tokens": 9, "suppress_tokens": [i for i in range(VOCAB) if i != 3]}
+    out = Speculator(tiny(), head, Plan(2, nodes=6)).generate(PROMPTS[0], **settings)
+    assert out.token_ids == [[3] * 9]
+    assert out.stats.drafted_by["hydra"] == out.stats.accepted_by["hydra"] > 0
 
 
 @pytest.mark.parametrize("make", [theirs.TopHLogitsWarper, theirs.EtaLogitsWarper])
@@ -151,13 +162,16 @@ def test_the_law_stays_exact(
     assert distance(got, expected) < 1e-12
 
 
-@pytest.mark.parametrize("more", WARPERS, ids=lambda s: "-".join(s) or "plain")
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(
+    ("sampled", "more"),
+    [(False, {}), *((True, more) for more in WARPERS)],
+    ids=lambda s: "-".join(s) if isinstance(s, dict) else "sampled" if s else "greedy",
+)
 def test_custom_processors_see_possible_prefixes_alone(sampled: bool, more: dict) -> None:
     rows = [PROMPTS[0], PROMPTS[1]]
     rule = Banned(8, 0)  # no prompt holds token 8
     settings: dict[str, Any] = {"max_new_tokens": 6, "logits_processor": [rule]}
-    settings |= {"do_sample": sampled, **(more if sampled else {})}
+    settings |= {"do_sample": sampled, **more}
     expected = Speculator(tiny()).generate(rows, **settings).token_ids
     for drafter in (Always([8, 9, 9]), Merged([Always([8, 9]), make_head("hydra", tiny().spec)])):
         out = Speculator(tiny(), drafter).generate(rows, **settings)

@@ -84,7 +84,8 @@ def prepared(prompt: list[int], settings: dict[str, Any], tokens: int = TOKENS) 
 def laws(settings: dict[str, Any], logits_BNV: Tensor, **of_the_call: Any) -> Tensor:
     call = {"do_sample": True, "eos_ids": (EOS,), "max_new_tokens": TOKENS} | of_the_call
     sampling = RowSampling(Settings(**(call | settings)), HISTORY)
-    return sampling.laws(logits_BNV, lambda row, node: PATHS[node])
+    nodes, flat = logits_BNV.shape[1], logits_BNV.flatten(0, 1)
+    return sampling.laws(flat, lambda m: (m // nodes, PATHS[m % nodes])).view_as(logits_BNV)
 
 
 def random_logits(*shape: int, seed: int = 0, scale: float = 4.0) -> Tensor:

@@ -59,7 +59,7 @@ def setup(name: str) -> tuple[TargetModel, list[list[int]]]:
             do_sample=False, pad_token_id=EOS,
         )  # fmt: skip
         answers.append(out[0, len(ids) :].tolist())
-    return TargetModel(model), answers
+    return TargetModel(model, pack=True), answers
 
 
 @pytest.mark.parametrize("name", WINDOWED)

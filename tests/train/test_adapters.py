@@ -138,6 +138,11 @@ def test_heads_on_an_adapted_target(base, tmp_path):
         with pytest.warns(UserWarning) if model is adapted else nullcontext():
             spec = Speculator.from_pretrained(run, target=model, **names)
         assert spec.generate(PROMPTS, max_new_tokens=24).token_ids == wanted
+        ids = torch.tensor(PROMPTS[:1])  # a PeftModel hands its generate on to what it wraps
+        out = model.generate(
+            input_ids=ids, custom_generate=spec, max_new_tokens=24, do_sample=False
+        )
+        assert out[0, ids.shape[1] :].tolist() == wanted[0]
 
     with pytest.raises(InputError, match=rf"adapter .*adapter' there, .*{other}' here"):
         Speculator.from_pretrained(run, adapter=str(other))

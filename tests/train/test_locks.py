@@ -1,11 +1,15 @@
 """One writer at a time: runs, prepared answers, feature caches."""
 
+import errno
+import fcntl
 import json
 import signal
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from launch import environment, write_config
@@ -84,6 +88,7 @@ def test_a_run_leaves_alone_what_another_trains_or_prepares(tmp_path):
 
 def test_data_is_prepared_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     with pytest.raises(InputError, match=r"2 processes are to prepare .*\nRun it in one"):
         prepare(make_config(tmp_path))
 
@@ -146,11 +151,42 @@ def test_a_cache_of_the_first_releases_is_read_and_never_wiped(tmp_path, monkeyp
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_one_process_fills_a_cache_and_any_number_read_it(tmp_path):
+def test_one_process_fills_a_cache_and_any_number_read_it(tmp_path, capsys):
     target, rows = make_target(), documents([9, 17, 12])
     folder = open_cache(tmp_path, target, rows).folder
-    with locked(folder, "-"):
-        assert open_cache(tmp_path, target, rows).folder == folder
-        next(folder.glob("chunk-*")).unlink()
-        with pytest.raises(InputError, match=r"in use .*\n.*data\.features\.folder"):
-            open_cache(tmp_path, target, rows)
+    index = folder / "index.json"
+    with ThreadPoolExecutor(1) as other:
+        with locked(index, "-", file=True):
+            assert open_cache(tmp_path, target, rows).folder == folder
+            next(folder.glob("chunk-*")).unlink()
+            waiting = other.submit(open_cache, tmp_path, target, rows)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=1.5)
+        assert waiting.result(timeout=60).folder == folder
+    assert "another process fills" in capsys.readouterr().out
+
+
+def test_a_cache_that_is_repaired_stays_the_one_that_is_chosen(tmp_path, monkeypatch):
+    """By every process: one that has all taps serves those that want fewer meanwhile."""
+    target, rows = make_target(), documents([9, 17, 12])
+    wide = open_cache(tmp_path, target, rows, [1, 2])
+    next(wide.folder.glob("chunk-*")).unlink()
+    chosen, right = [], FeatureCache._compute_chunk
+
+    def compute(cache: FeatureCache, number: int) -> Any:
+        config = FeaturesConfig(dtype="float32")
+        chosen.append(FeatureCache(tmp_path, target, rows, [1], config).folder)
+        return right(cache, number)
+
+    monkeypatch.setattr(FeatureCache, "_compute_chunk", compute)
+    assert open_cache(tmp_path, target, rows, [1]).folder == wide.folder
+    assert chosen == [wide.folder]
+
+
+def test_a_disk_without_locks_is_used_with_a_warning(tmp_path, monkeypatch):
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="takes no locks"), locked(tmp_path, "-"):
+        pass
