@@ -187,7 +187,7 @@ def test_other_processes_wait_for_the_first_and_then_read_its_files(open_cache, 
     waits: list[float] = []
     index = first.folder / "index.json"
     finished = index.read_text()
-    index.write_text(json.dumps({**json.loads(finished), "complete": False}))
+    index.write_text(json.dumps(json.loads(finished) | {"complete": False, "chunks": {}}))
 
     def sleep(seconds):
         waits.append(seconds)
