@@ -19,7 +19,7 @@ from .config import HeadConfig
 from .kv import KVBuffer
 from .layers import DecoderLayer, RMSNorm, tokens_of
 from .protocols import Features, State
-from .sequence import by_batch_row, row_mask, start_layer
+from .sequence import by_batch_row, read_last, row_mask, start_layer
 from .spec import TargetSpec, TargetWeights
 
 
@@ -80,18 +80,7 @@ class PrefixAttention(nn.Module):
         self, cache: KVBuffer | None, hidden_BMD: Tensor, count_B: Tensor
     ) -> tuple[Tensor, KVBuffer]:
         """State [B, D] of each row's last token, after `count_B` further ones."""
-        length_B = torch.zeros_like(count_B) if cache is None else cache.length_B
-        row_BM = length_B[:, None] + torch.arange(hidden_BMD.shape[1], device=count_B.device)
-        query, keys, values = self.layer.project(self.norm(hidden_BMD), row_BM)
-        if cache is None:
-            cache = KVBuffer.of(keys, values, count_B)
-        else:
-            cache = cache.append(keys, values, count_B)
-        at = torch.arange(len(count_B), device=count_B.device)[:, None]
-        new_B1 = count_B[:, None] - 1
-        view = cache.view(cache.length_B[:, None] - 1)
-        out = self.layer(hidden_BMD[at, new_B1], tokens_of(query, new_B1), *view)
-        return out[:, 0], cache
+        return read_last(self.layer, cache, hidden_BMD, self.norm(hidden_BMD), count_B)
 
 
 class PrefixHead(Head):

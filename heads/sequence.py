@@ -186,21 +186,11 @@ class SequenceHead(Head):
         """See `Head.read_committed`: step 1 at every row, from true states and tokens; nothing
         built from drafted states is kept."""
         features = {name: value[:, : tokens_BM.shape[1]] for name, value in features.items()}
-        cell, length_B = self.cells[0], torch.zeros_like(count_B)
-        if state is not None:
-            length_B = state.length_B
-        row_BM = length_B[:, None] + torch.arange(tokens_BM.shape[1], device=count_B.device)
+        cell, cache = self.cells[0], None if state is None else state.caches[0]
         residual, inputs = cell.read(self.spec.embed(tokens_BM), self.first_state(features))
-        query, keys, values = cell.layer.project(inputs, row_BM + self.first_position)
-        if state is None:
-            cache = KVBuffer.of(keys, values, count_B)
-        else:
-            cache = state.caches[0].append(keys, values, count_B)
-        at = torch.arange(len(count_B), device=count_B.device)[:, None]
-        new_B1 = count_B[:, None] - 1
-        view = cache.view(cache.length_B[:, None] - 1)
-        out = cell.layer(residual[at, new_B1], tokens_of(query, new_B1), *view)
-        return Memory([cache], [out[:, 0]], cache.length_B)
+        first = self.first_position
+        out_BD, cache = read_last(cell.layer, cache, residual, inputs, count_B, first)
+        return Memory([cache], [out_BD], cache.length_B)
 
     def extend(
         self,
@@ -246,6 +236,32 @@ class SequenceHead(Head):
             slot_BW = torch.full_like(place_BW, slot - 1)
             memo["out"] = self.extend(state, paths_BWk[..., -1], parents_BWD, slot_BW, memo["seen"])
         return self.cells[0].norm(memo["out"])
+
+
+def read_last(
+    layer: DecoderLayer,
+    cache: KVBuffer | None,
+    residual_BMD: Tensor,
+    inputs_BMI: Tensor,
+    count_B: Tensor,
+    first_position: int = 0,
+) -> tuple[Tensor, KVBuffer]:
+    """Output [B, D] at each row's last token, after `count_B` further ones that enter the cache.
+
+    Args:
+        cache: of the tokens before; None where there are none.
+        first_position: of a row's first token.
+    """
+    length_B = torch.zeros_like(count_B) if cache is None else cache.length_B
+    row_BM = length_B[:, None] + torch.arange(inputs_BMI.shape[1], device=count_B.device)
+    query, keys, values = layer.project(inputs_BMI, row_BM + first_position)
+    if cache is None:
+        cache = KVBuffer.of(keys, values, count_B)
+    else:
+        cache = cache.append(keys, values, count_B)
+    at, new_B1 = torch.arange(len(count_B), device=count_B.device)[:, None], count_B[:, None] - 1
+    view = cache.view(cache.length_B[:, None] - 1)
+    return layer(residual_BMD[at, new_B1], tokens_of(query, new_B1), *view)[:, 0], cache
 
 
 def start_layer(layer: DecoderLayer, weights: TargetWeights) -> None:

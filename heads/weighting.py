@@ -43,6 +43,8 @@ class Weighting:
             hit_M: is the draft's argmax the token of the text?
             rows: for each depth its flat positions, ascending.
         """
+        if self.uniform:  # then nobody has looked for hits
+            return torch.ones(len(hit_M), device=hit_M.device)
         right = products(hit_M, rows, positions)
         starts = torch.zeros_like(right[0])
         if self.on_policy:

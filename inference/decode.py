@@ -21,6 +21,7 @@ from ..heads.errors import InputError
 from ..heads.protocols import Drafter, Features, Paths, Purpose
 from .noise import RowNoise
 from .prefill import forwards
+from .ragged import ragged
 from .sampling import RowSampling
 from .settings import Settings
 from .statistics import Stats
@@ -276,9 +277,8 @@ def _closed_up(alive: list[bool]) -> list[int]:
 
 def _of_nodes(value_BND: Tensor, draft: Draft) -> Tensor:
     """[M, D] of the nodes that are there, row after row."""
-    value_MD = value_BND.flatten(0, 1)
-    place_M = draft.valid_BN.flatten().nonzero()[:, 0]
-    return value_MD if len(place_M) == len(value_MD) else value_MD[place_M.to(value_MD.device)]
+    layout = ragged(draft.valid_BN, value_BND.device)
+    return value_BND.flatten(0, 1) if layout is None else layout.close(value_BND)[0]
 
 
 def _paths(draft: Draft) -> Paths:

@@ -32,7 +32,6 @@ class RowSampling:
     history: list[list[int]]
     chains: list[list[Any]] = field(default_factory=list)
     _probed: bool = False
-    _committed: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.chains:
@@ -81,35 +80,40 @@ class RowSampling:
 
     def _by_prefix(self, places: list[int], scores: Tensor, paths: Paths) -> Tensor:
         result = scores.clone()
-        for node, (row, path) in self._nodes(paths, len(scores)):
+        for node, row, _, prefix in self._nodes(paths, scores):
             try:
-                result[node] = self._after(row, path, scores[node], places)
+                result[node] = self._after(row, prefix, scores[node], places)
             except Exception:  # whatever a custom processor raises
                 if not self._custom:
                     raise
                 result[node] = -torch.inf
         return result
 
-    def _nodes(self, paths: Paths, count: int) -> Iterator[tuple[int, tuple[int, list[int]]]]:
-        """The nodes that are there, with their rows and paths."""
-        self._committed.clear()
-        for node in range(count):
-            if (found := paths(node)) is not None:
-                yield node, found
+    def _nodes(
+        self, paths: Paths, scores_MV: Tensor
+    ) -> Iterator[tuple[int, int, list[int], Tensor]]:
+        """The nodes that are there: each with its row, its path and its whole prefix [1, T]."""
+        committed: dict[int, Tensor] = {}
+        for node in range(len(scores_MV)):
+            if (found := paths(node)) is None:
+                continue
+            row, path = found
+            if row not in committed:
+                committed[row] = torch.tensor([self.history[row]], device=scores_MV.device)
+            prefix = torch.cat([committed[row], committed[row].new_tensor([path])], 1)
+            yield node, row, path, prefix
 
-    def _after(self, row: int, path: list[int], scores_V: Tensor, places: Iterable[int]) -> Tensor:
+    def _after(
+        self, row: int, prefix_1T: Tensor, scores_V: Tensor, places: Iterable[int]
+    ) -> Tensor:
         """Scores [V] of one node as the processors at `places` of its row's chain leave them."""
-        if row not in self._committed:  # made once a row
-            self._committed[row] = torch.tensor([self.history[row]], device=scores_V.device)
-        committed_1T = self._committed[row]
-        prefix = torch.cat([committed_1T, committed_1T.new_tensor([path])], 1)
         # A clone: processors may write into what they are given.
         scores = scores_V[None].clone()
         for place in places:
             processor = self.chains[row][place]
             if not self._probed and processor in self.settings.logits_processor:
-                probe(processor, prefix, scores.clone())
-            scores = processor(prefix, scores)
+                probe(processor, prefix_1T, scores.clone())
+            scores = processor(prefix_1T, scores)
         self._probed = True
         return scores[0]
 
@@ -120,10 +124,10 @@ class RowSampling:
         if self.greedy:
             laws = torch.zeros(len(scores_MV), dtype=torch.long, device=scores_MV.device)
         after: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-        for node, (row, path) in self._nodes(paths, len(scores_MV)):
+        for node, row, path, prefix in self._nodes(paths, scores_MV):
             if _reached(after, row, tuple(path)):
                 chain = range(len(self.chains[row]))
-                laws[node] = law = self._law(self._after(row, path, scores_MV[node], chain))
+                laws[node] = law = self._law(self._after(row, prefix, scores_MV[node], chain))
                 after[row, *path].append(law)
         return laws
 

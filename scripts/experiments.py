@@ -39,10 +39,8 @@ MANY = 10**6
 LAYOUT = ("pack", "bucket", "eval_prompts", "temperatures", "answer_batch_size", "answers_drafter")
 """Fields of `data` that change neither the answers nor their features."""
 
-BASE = "base"
 SAME = ("seed", "output_dir", "resume", "schedule.steps", "schedule.minutes", "schedule.patience")
 """Keys of a run that a comparison chooses."""
-"""Rows that variants are compared with."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import bench, experiments
 from selfdraft.scripts.bench_report import conditions, write
-from selfdraft.scripts.experiments import BASE, Variant
+from selfdraft.scripts.experiments import Variant
 from selfdraft.scripts.heads_report import table
 from selfdraft.scripts.trained import figures
 
+BASE = "base"
 COLUMNS = {
     "name": "variant",
     "trained": "trained for",

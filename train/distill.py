@@ -97,8 +97,9 @@ class FeatureCache(FeatureSource):
             raise InputError(f"data.features.cache_only is set, but {self._lack()}", REFILL)
         if is_main():
             self._fill()
-        while not self._finished():
-            time.sleep(0.5)
+        else:
+            while not self._finished():
+                time.sleep(0.5)
 
     def bytes_needed(self) -> int:
         """Size of all features on disk."""
