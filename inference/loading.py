@@ -1,4 +1,4 @@
-"""Finding and reading a target: names, GGUF, adapters, random targets, and what identifies one."""
+"""Finding and reading a target: names, GGUF, adapters, and what identifies one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..heads.checkpoint import sha256
@@ -25,10 +25,6 @@ from .adapters import check_adapter, with_adapter
 from .offload import weights
 
 PACKAGE = "package://"
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -223,49 +219,6 @@ def adapter_fingerprint(adapter: str) -> str:
 
     found = load_peft_weights(adapter, device="cpu")
     return _digest(sorted(found.items()), None)[0]
-
-
-def random_model(fields: dict[str, Any], seed: int, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """A target of `fields`, a transformers config, initialised from `seed`, and a byte tokenizer.
-
-    Raises:
-        InputError: no model_type, or fields that make no model.
-    """
-    if "model_type" not in fields:
-        raise InputError("target.random lacks model_type", "Add e.g. model_type: llama.")
-    tokenizer = byte_tokenizer()
-    # The ids of a family's own tokenizer would end texts at an ordinary byte here.
-    fields = {"vocab_size": 320, "eos_token_id": tokenizer.eos_token_id, **fields}
-    try:
-        config = AutoConfig.for_model(**fields)
-        # The caller's random state is left as it was.
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"target.random makes no model: {reason}", "Fix the transformers config given there."
-        ) from None
-    return model, tokenizer
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One id a byte and three ChatML marks: needs no file and covers every text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML,
-    )
 
 
 def fingerprints(model: nn.Module) -> dict[str, str]:

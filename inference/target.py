@@ -24,6 +24,7 @@ from .prefill import prefill
 from .probe import probe_target
 from .projection import Projection
 from .ragged import ragged
+from .random_target import random_model
 from .taps import decoder_layers, tapped
 from .weights import target_weights
 
@@ -114,7 +115,7 @@ class TargetModel:
         place = loading.resolve_device(device)
         kind = loading.resolve_dtype(dtype, place)
         if random is not None:
-            loaded, tokenizer = loading.random_model(random, seed, kind)
+            loaded, tokenizer = random_model(random, seed, kind)
         else:
             assert model is not None
             loaded, tokenizer = loading.load_pretrained(
@@ -125,9 +126,8 @@ class TargetModel:
                 adapter=adapter,
                 device_map=device_map,
             )
-        named: dict[str, Any] = {**texts, "random": random}
+        named: dict[str, Any] = {**texts, "random": random, "seed": seed if random else None}
         named["adapter_fingerprint"] = adapter and loading.adapter_fingerprint(adapter)
-        named["seed"] = None if random is None else seed
         loaded.requires_grad_(False)
         if device_map is not None:
             return cls(loaded, tokenizer, named=named)

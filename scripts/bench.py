@@ -27,6 +27,7 @@ from selfdraft.inference import loading
 from selfdraft.inference.assembly import default_plan
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
+from selfdraft.inference.random_target import random_model
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
@@ -82,7 +83,7 @@ def stock_model(target: TargetModel) -> Any:
     """A second copy of the target's weights as transformers loads them, nothing packed."""
     named = target.spec.identity
     if named["random"] is not None:
-        model, _ = loading.random_model(named["random"], named["seed"], target.dtype)
+        model, _ = random_model(named["random"], named["seed"], target.dtype)
     else:
         keys = ("gguf_file", "revision", "adapter")
         options = {key: named[key] for key in keys}

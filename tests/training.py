@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from selfdraft.heads import HEADS, Head
-from selfdraft.inference.loading import byte_tokenizer
+from selfdraft.inference.random_target import byte_tokenizer
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.config import TrainConfig
 from selfdraft.train.packing import Document

@@ -14,7 +14,7 @@ from training import LLAMA, make_config, save_target, train
 from selfdraft import Speculator
 from selfdraft.heads.errors import InputError
 from selfdraft.inference import loading
-from selfdraft.inference.loading import byte_tokenizer
+from selfdraft.inference.random_target import byte_tokenizer
 from selfdraft.inference.target import TargetModel
 
 LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
