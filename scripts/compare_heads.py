@@ -24,7 +24,7 @@ from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
-from selfdraft.scripts import bench, experiments, heads_report
+from selfdraft.scripts import bench, experiments, heads_report, runs
 from selfdraft.scripts.acceptance import watch
 from selfdraft.scripts.bench_report import conditions, show, write
 from selfdraft.scripts.experiments import Variant
@@ -58,8 +58,10 @@ def measure(options: argparse.Namespace, variants: list[Variant]) -> dict[str, A
         prompt_file=Path(options.prompts).name,
         max_new_tokens=tokens,
         minutes=options.minutes,
+        trained_at_once=options.jobs,
     )
-    timed = {k: v for k, v in facts.items() if k not in ("date", "peak_memory_gb")}
+    told = ("date", "peak_memory_gb", "trained_at_once")
+    timed = {k: v for k, v in facts.items() if k not in told}
     of = json.dumps([timed, ids, [variant.folder.name for variant in variants]])
     ledger = Path(options.output) / f"bench-{hashlib.sha256(of.encode()).hexdigest()[:8]}.jsonl"
     methods = bench.build_methods(target, ours, ["hf"], bench.generation(tokens, temperature))
@@ -108,8 +110,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         named = experiments.read_variants(Path(options.variants), METHODS)
         variants = experiments.overridden(options, named, limits)
-    with experiments.workplace(Path(options.output)) as lock:
-        experiments.train_all(variants, lock)
+    with runs.workplace(Path(options.output)) as lock:
+        runs.train_all(variants, lock, options.jobs)
         report = measure(options, variants)
     show(report)
     write(report, options.json)

@@ -10,28 +10,17 @@ import argparse
 import hashlib
 import json
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from selfdraft.heads import HEADS, HeadConfig
 from selfdraft.heads.checkpoint import DESCRIPTION, sha256
 from selfdraft.heads.errors import InputError, nearest
-from selfdraft.inference.target import TargetModel
-from selfdraft.scripts.prepare_data import prepare
 from selfdraft.train import checkpoint
-from selfdraft.train.config import PACKAGE, TrainConfig, load_config, resolve_path
-from selfdraft.train.data import load_documents
-from selfdraft.train.distill import open_features
+from selfdraft.train.config import TrainConfig, load_config, resolve_path
 from selfdraft.train.limits import Limits
-from selfdraft.train.locks import locked
 from selfdraft.train.overrides import parse_yaml
 
 MANY = 10**6
@@ -79,6 +68,9 @@ def add_options(cli: argparse.ArgumentParser, output: str) -> None:
     cli.add_argument("overrides", nargs="*", metavar="key=value", help="for all variants")
     cli.add_argument("--variants", help="YAML file, a line each: NAME: {dotted.key: value}")
     cli.add_argument("--minutes", type=float, help="of training for each variant")
+    cli.add_argument(
+        "--jobs", type=int, default=1, help="trainings at once, each with a share of the cores"
+    )
     cli.add_argument("--output", default=output, help="folder of all runs")
 
 
@@ -202,77 +194,3 @@ def _made_with(config: TrainConfig, seed: int, *without: str) -> Any:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-
-
-# -- stages --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def workplace(output: Path) -> Iterator[int]:
-    """Keeps `output` to one command and the trainings that it has started, and lets SIGTERM end
-    them too.  Yields what a child must inherit.
-
-    Raises:
-        InputError: another command, or a training that it left, is at work there.
-    """
-    with locked(output, "Give another --output.") as lock:
-        previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        try:
-            yield lock
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-
-
-def train_all(variants: list[Variant], lock: int) -> None:
-    """Makes the data that is missing and trains what is not trained, each in its own process."""
-    todo = [variant for variant in variants if not variant.trained]
-    for home in dict.fromkeys(_home(variant.data) for variant in todo):
-        make_data([variant.data for variant in todo if _home(variant.data) == home])
-    for number, variant in enumerate(variants, start=1):
-        done = variant not in todo
-        print(f"[{number}/{len(variants)}] {variant.name}: {'is there' if done else 'training'}")
-        if not done:
-            train(variant, lock)
-
-
-def _home(config: TrainConfig) -> tuple[Path, Path]:
-    return config.answers_file, config.features_folder
-
-
-def make_data(configs: list[TrainConfig]) -> None:
-    """The answers of configs that share their data, and one feature cache with all their taps."""
-    prepare(configs[0])
-    target = TargetModel.load(**configs[0].target.model_dump(), seed=configs[0].seed)
-    documents = load_documents(configs[0], target)
-    if not documents.held_out:
-        raise InputError(
-            f"{configs[0].answers_file} leaves no prompt to hold out", "Give more prompts."
-        )
-    if not configs[0].data.features.cache:
-        return
-    layers = target.spec.num_layers
-    taps = {t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)}
-    open_features(configs[0], target, documents, sorted(taps))
-
-
-def train(variant: Variant, lock: int) -> None:
-    """Trains in a process of its own, which goes on where an earlier one was ended.
-
-    Raises:
-        InputError: it ended with another exit code than 0.
-    """
-    path = variant.folder.with_name(f"{variant.folder.name}.yaml")
-    path.write_text(yaml.safe_dump(variant.config.model_dump(mode="json"), sort_keys=False))
-    command = [sys.executable, str(PACKAGE / "train.py"), str(path)]
-    with subprocess.Popen(command, pass_fds=[lock]) as child:
-        try:
-            code = child.wait()
-        except BaseException:  # the child saves its step before it ends
-            child.terminate()
-            child.wait()
-            raise
-    if code or not variant.trained:
-        raise InputError(
-            f"training {variant.name} ended with exit code {code}",
-            f"Its own message is above; its config is {path}.",
-        )

@@ -19,7 +19,7 @@ from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.assembly import build_drafter, default_plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
-from selfdraft.scripts import bench, experiments
+from selfdraft.scripts import bench, experiments, runs
 from selfdraft.scripts.bench_report import conditions, write
 from selfdraft.scripts.experiments import Variant
 from selfdraft.scripts.heads_report import table
@@ -92,9 +92,9 @@ def run(options: argparse.Namespace) -> int:
         end: [experiments.overridden(options, named, [*more, f"seed={s}"]) for s in seeds]
         for end, more in ends.items()
     }
-    with experiments.workplace(Path(options.output)) as lock:
+    with runs.workplace(Path(options.output)) as lock:
         every = [v for by_seed in trained.values() for variants in by_seed for v in variants]
-        experiments.train_all(every, lock)
+        runs.train_all(every, lock, options.jobs)
         config = every[0].config
         target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
         tokens = options.max_new_tokens
@@ -111,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
             for v, row in zip(by_seed[0], summaries(by_seed), strict=True)
         ]
     facts = conditions(target, seeds=seeds, minutes=options.minutes, steps=options.steps)
+    facts["trained_at_once"] = options.jobs
     facts["sampling"] = f"tau held out; decoded {bench.law(options.temperature)}, head alone"
     facts |= {"prompts": len(prompts), "max_new_tokens": tokens}
     _publish({"conditions": facts, "rows": rows}, Path(options.json))

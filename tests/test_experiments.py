@@ -5,17 +5,16 @@ import argparse
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import training
-from fixtures import make_head, tiny
 from launch import finish, start, write_config
 from training import make_config, write_data
 
 from selfdraft.heads.errors import InputError
-from selfdraft.scripts import bench, bench_train, compare_heads, experiments, sweep
-from selfdraft.scripts.acceptance import Watched
-from selfdraft.scripts.bench_report import Method, Run, row
+from selfdraft.scripts import bench_train, compare_heads, experiments, runs, sweep
+from selfdraft.train import checkpoint
 from selfdraft.train.config import PACKAGE, TrainConfig, load_config
 from selfdraft.train.data import load_documents
 
@@ -110,7 +109,7 @@ def test_sampled_drafts_are_accepted_as_often_as_their_laws_say(compared):
 
 def test_one_command_at_a_time_works_in_a_folder(compared, capsys):
     folder, arguments = compared
-    with experiments.workplace(folder / "all"):
+    with runs.workplace(folder / "all"):
         assert compare_heads.main(arguments) == 2
     assert "is in use by another process" in capsys.readouterr().err
 
@@ -213,11 +212,12 @@ def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
     """Two seeds; trained in this process, to save time."""
     made: list[TrainConfig] = []
 
-    def train(variant, lock):
+    def start_here(variant, lock, jobs):
         made.append(variant.config)
         training.train(variant.config)
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
 
-    monkeypatch.setattr(experiments, "train", train)
+    monkeypatch.setattr(runs, "start", start_here)
     arguments = [*place(tmp_path), "--steps", "4", "--seeds", "0,1"]
     (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}\nwide: {head.width: 256}\n")
     arguments += ["--variants", str(tmp_path / "v.yaml")]
@@ -242,45 +242,17 @@ def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
     assert report["rows"][3] == base | {"draft_ms": report["rows"][3]["draft_ms"]}
 
 
-# -- figures -------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_report_by_hand():
-    def method(name: str, seconds: float, ids: list[int]) -> Method:
-        runs = [Run(ids, seconds, 2.0, {"prefill": 1.0}), Run([7], 2.0, 1.0, {"prefill": 1.0})]
-        return Method(name, lambda prompt: ([], 0.0, {}), runs)
-
-    plain, fast = method("plain", 5.0, [1, 2, 3]), method("fast", 3.0, [1, 2, 4])
-    found = row(fast, {"plain": plain, "fast": fast}, ["a", "b"])
-    assert found["tokens"] == 4 and found["speedup_vs_plain"] == pytest.approx(7 / 5)
-    assert found["decode_speedup_vs_plain"] == pytest.approx(5 / 3)
-    assert found["tokens_per_round"] == pytest.approx(2 / 3) and found["identical"] == "1/2"
-    assert found["median_speedup_vs_plain"] == pytest.approx((5 / 3 + 1) / 2)
-    assert found["speedup_vs_hf"] is found["median_speedup_vs_hf"] is None
-    assert found["by_category"]["b"]["speedup_vs_plain"] == 1
-    assert found["seconds_by_part"] == {"prefill": 2.0}
-    assert row(fast, {"plain": plain}, ["a", "b"], greedy=False)["identical"] is None
-
-
-def test_watched_chains_are_accepted_with_the_chance_that_is_noted():
-    """A sum of (accepted - chance) has mean 0 and variance sum c(1 - c)."""
-    target, tokens = tiny(), 60
-    head = make_head("hydra", target.spec, depth=3)
-    total = [[0.0] * 3 for _ in range(3)]
-    for prompt in range(8):
-        watched = Watched(head, target, 3.0, tokens)
-        spec = bench.Speculator(target, watched, 3)
-        asked = {"do_sample": True, "temperature": 3.0, "seed": prompt}
-        out = spec.generate([prompt + 1, 5, 9], max_new_tokens=tokens, **asked)
-        assert watched.accepted[0] <= out.stats.accepted_by_depth[0]
-        for sums, part in zip(
-            total, (watched.judged, watched.accepted, watched.chance), strict=True
-        ):
-            sums[:] = [a + b for a, b in zip(sums, part, strict=True)]
-    judged, accepted, chance = total
-    assert judged[0] > 200 and judged[1] == accepted[0] > 20
-    bound = 4 * (judged[0] / 4) ** 0.5
-    assert abs(accepted[0] - chance[0]) < bound and 0 < chance[0] < judged[0]
+def test_trainings_run_side_by_side_and_one_that_fails_ends_the_others(tmp_path, capfd):
+    """The one that goes on has saved its step."""
+    (tmp_path / "v.yaml").write_text("broken: {optim.lr: 1.0e+38, optim.clip: 1.0e+38}\n")
+    arguments = [*place(tmp_path, schedule={"eval_every": 5}), "--seeds", "0", "--minutes", "20"]
+    arguments += ["--variants", str(tmp_path / "v.yaml")]
+    assert sweep.main([*arguments, "--jobs", "0"]) == 2 and "--jobs is 0" in capfd.readouterr().err
+    assert sweep.main([*arguments, "--jobs", "2"]) == 2
+    shown = capfd.readouterr()
+    assert "[1/2] base" in shown.out and "training broken ended with exit code" in shown.err
+    (base,) = (tmp_path / "all").glob("base-*/checkpoints")
+    assert checkpoint.latest(base.parent) is not None
 
 
 def test_held_out_rows_are_the_same_cache_for_every_seed(tmp_path):

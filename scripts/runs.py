@@ -1,0 +1,126 @@
+"""The trainings of a comparison: their data, and each in its own process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import yaml
+
+from selfdraft.heads import HEADS
+from selfdraft.heads.errors import InputError
+from selfdraft.inference.target import TargetModel
+from selfdraft.scripts.experiments import Variant
+from selfdraft.scripts.prepare_data import prepare
+from selfdraft.train.config import PACKAGE, TrainConfig
+from selfdraft.train.data import load_documents
+from selfdraft.train.distill import open_features
+from selfdraft.train.locks import locked
+
+POLL = 0.2
+"""Seconds between looks at the trainings that run."""
+
+
+@contextmanager
+def workplace(output: Path) -> Iterator[int]:
+    """Keeps `output` to one command and the trainings that it has started, and lets SIGTERM end
+    them too.  Yields what a child must inherit.
+
+    Raises:
+        InputError: another command, or a training that it left, is at work there.
+    """
+    with locked(output, "Give another --output.") as lock:
+        previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        try:
+            yield lock
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def train_all(variants: list[Variant], lock: int, jobs: int = 1) -> None:
+    """Makes the data that is missing and trains what is not trained, each in its own process.
+
+    Args:
+        lock: what the processes inherit, see `workplace`.
+        jobs: how many train at once.
+    Raises:
+        InputError: one of them failed, or `jobs` is no such number.
+    """
+    if jobs < 1:
+        raise InputError(f"--jobs is {jobs}", "Give 1 or more.")
+    todo = [variant for variant in variants if not variant.trained]
+    for home in dict.fromkeys(_home(variant.data) for variant in todo):
+        make_data([variant.data for variant in todo if _home(variant.data) == home])
+    print(f"{len(variants) - len(todo)} of {len(variants)} trainings are there")
+    running: list[tuple[Variant, subprocess.Popen[bytes]]] = []
+    try:
+        for number, variant in enumerate(todo, start=1):
+            if len(running) == jobs:
+                _finish_one(running)
+            print(f"[{number}/{len(todo)}] {variant.name}, seed {variant.config.seed}: training")
+            running.append((variant, start(variant, lock, jobs)))
+        while running:
+            _finish_one(running)
+    except BaseException:  # each child saves its step before it ends
+        for _, child in running:
+            child.terminate()
+        for _, child in running:
+            child.wait()
+        raise
+
+
+def _home(config: TrainConfig) -> tuple[Path, Path]:
+    return config.answers_file, config.features_folder
+
+
+def make_data(configs: list[TrainConfig]) -> None:
+    """The answers of configs that share their data, and one feature cache with all their taps."""
+    prepare(configs[0])
+    target = TargetModel.load(**configs[0].target.model_dump(), seed=configs[0].seed)
+    documents = load_documents(configs[0], target)
+    if not documents.held_out:
+        raise InputError(
+            f"{configs[0].answers_file} leaves no prompt to hold out", "Give more prompts."
+        )
+    if not configs[0].data.features.cache:
+        return
+    layers = target.spec.num_layers
+    taps = {t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)}
+    open_features(configs[0], target, documents, sorted(taps))
+
+
+def start(variant: Variant, lock: int, jobs: int) -> subprocess.Popen[bytes]:
+    """A training in a process of its own, which goes on where an earlier one was ended."""
+    path = _config_file(variant)
+    path.write_text(yaml.safe_dump(variant.config.model_dump(mode="json"), sort_keys=False))
+    command = [sys.executable, str(PACKAGE / "train.py"), str(path)]
+    share = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs))}
+    return subprocess.Popen(command, pass_fds=[lock], env=os.environ | share)
+
+
+def _config_file(variant: Variant) -> Path:
+    return variant.folder.with_name(f"{variant.folder.name}.yaml")
+
+
+def _finish_one(running: list[tuple[Variant, subprocess.Popen[bytes]]]) -> None:
+    """Waits until one of the trainings ends, and takes it out.
+
+    Raises:
+        InputError: it ended with another exit code than 0.
+    """
+    while not (ended := [pair for pair in running if pair[1].poll() is not None]):
+        time.sleep(POLL)
+    variant, child = ended[0]
+    running.remove(ended[0])
+    if child.returncode or not variant.trained:
+        raise InputError(
+            f"training {variant.name} ended with exit code {child.returncode}",
+            f"Its own message is above; its config is {_config_file(variant)}.",
+        )
