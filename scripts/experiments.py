@@ -28,7 +28,8 @@ MANY = 10**6
 LAYOUT = ("pack", "bucket", "eval_prompts", "temperatures", "answer_batch_size", "answers_drafter")
 """Fields of `data` that change neither the answers nor their features."""
 
-SAME = ("seed", "output_dir", "resume", "schedule.steps", "schedule.minutes", "schedule.patience")
+SAME = ("seed", "output_dir", "resume")
+SAME += tuple(f"schedule.{key}" for key in ("steps", "minutes", "patience", "eval_every"))
 """Keys of a run that a comparison chooses."""
 
 

@@ -67,17 +67,18 @@ def summary(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -
 
 
 def bounds(options: argparse.Namespace) -> dict[str, list[str]]:
-    """What ends the runs that are compared, and its overrides: minutes, steps, or either.
+    """What ends the runs that are compared, and its overrides: minutes, steps, or either.  They are
+    judged by the head of their end: the best of several would favour those that are quick.
 
     Raises:
         InputError: neither, or a number that is none.
     """
-    found = {}
+    found, at_the_end = {}, f"schedule.eval_every={experiments.MANY}"
     if options.minutes is not None or options.steps is None:
-        found[f"{options.minutes} minutes"] = experiments.schedule(options)
+        found[f"{options.minutes} minutes"] = [*experiments.schedule(options), at_the_end]
     if options.steps is not None:
         alone = argparse.Namespace(minutes=None)
-        found[f"{options.steps} steps"] = experiments.schedule(alone, options.steps)
+        found[f"{options.steps} steps"] = [*experiments.schedule(alone, options.steps), at_the_end]
     return found
 
 

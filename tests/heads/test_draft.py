@@ -72,7 +72,8 @@ def test_plan_is_shared_among_rows() -> None:
 
 def test_a_node_costs_more_beside_more_rows() -> None:
     assert Plan(worth=0.1).priced(1) == Plan(worth=0.1)
-    assert Plan(worth=0.1).priced(9).worth == pytest.approx(0.5)
+    assert Plan(worth=0.1).priced(9).worth == pytest.approx(0.9 / 2.2)
+    assert Plan(worth=0.9).priced(9).worth == pytest.approx(0.9)
 
 
 def test_a_row_is_cut_where_its_own_room_ends() -> None:
