@@ -19,8 +19,8 @@ Tree = tuple[tuple[int, ...], ...]
 
 ROOT = 1.5
 """What a further row's root adds to a forward, in units of `Plan.worth`.  It reads keys and values
-of its own: with SmolLM2-135M on two CPU cores it takes 13 ms where a node takes 5.4, and `worth` holds
-a speedup of 1.6 beside a node's cost."""
+of its own: with SmolLM2-135M on two CPU cores it takes 13 ms where a node takes 5.4, and `worth` is
+a node's cost times a speedup of 1.6."""
 
 
 @dataclass(frozen=True)
