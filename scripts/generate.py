@@ -84,10 +84,10 @@ def _about(head: Head, stats: Stats) -> str:
     drafted, accepted = (
         counts.get(head.name, 0) for counts in (stats.drafted_by, stats.accepted_by)
     )
-    if drafted >= 50 and accepted < 0.02 * drafted:
+    if stats.rounds >= 50 and accepted < 0.02 * stats.rounds:
         line += (
-            f": {accepted} of their {drafted} tokens were accepted, so they only cost time here; "
-            "drafter ngram or none does without them"
+            f": in {stats.rounds} rounds {accepted} of their {drafted} tokens were accepted, so "
+            "they only cost time here; drafter ngram or none does without them"
         )
     return line
 

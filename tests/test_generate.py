@@ -1,0 +1,70 @@
+"""scripts/generate.py: streams, compares with plain decoding, and says what heads were worth."""
+
+import io
+from pathlib import Path
+
+import pytest
+from training import make_config, train
+
+from selfdraft.scripts import generate
+
+TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> Path:
+    """Heads that were trained on rows of 48 tokens at most, for one step."""
+    folder = tmp_path_factory.mktemp("heads")
+    data, schedule = {"max_length": 48, "overlong": "cut"}, {"steps": 1, "warmup": 0}
+    train(make_config(folder, data=data, schedule=schedule))
+    return folder / "run"
+
+
+def asked(heads: Path, *more: str) -> list[str]:
+    return [str(heads), "--max-new-tokens", str(TOKENS), *more]
+
+
+def test_heads_used_past_their_training_stay_right_and_say_so_p5(heads, capsys):
+    arguments = asked(heads, "--prompt", "tell me about cats", "--compare", "--drafter", "heads")
+    assert generate.main(arguments) == 0
+    text, summary = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert text and summary.splitlines()[-1] == "identical"
+    assert f"plain: {TOKENS} tokens" in summary and "speedup " in summary
+    assert f"trained on rows of up to 48 tokens: in {TOKENS - 1} rounds 0 of their" in summary
+    assert "they only cost time here; drafter ngram or none does without them" in summary
+
+
+def test_heads_that_help_are_not_called_useless(heads, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("tell me about cats"))
+    assert generate.main(asked(heads, "--temperature", "0.7", "--seed", "1", "--compare")) == 0
+    shown = capsys.readouterr().out
+    assert "both texts follow the target's law" in shown and "identical" not in shown
+    assert "tokens by " in shown  # of each drafter of the merged tree
+
+
+def test_another_greedy_text_is_exit_code_1(heads, capsys, monkeypatch):
+    """What plain decoding wrote is shown."""
+    real = generate._stream
+
+    def drifting(spec, prompt, options, echo):
+        text, stats = real(spec, prompt, options, echo)
+        return (text if echo else text + "!"), stats
+
+    monkeypatch.setattr(generate, "_stream", drifting)
+    assert generate.main(asked(heads, "--prompt", "cats", "--compare")) == 1
+    assert "DIFFERENT, plain decoding wrote:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--prompt", "  "], "the prompt is empty"),
+        (["--prompt", "cats", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--prompt", "cats", "--top-p", "2"], "top_p"),
+        (["--prompt", "cats", "--drafter", "nothing"], "nothing"),
+    ],
+)
+def test_bad_input_is_two_lines(heads, capsys, more, words):
+    assert generate.main(asked(heads, *more)) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 2
