@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import resource
+import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from rich.table import Table
 
 from selfdraft.inference.rounded import rounding_available
 from selfdraft.inference.target import TargetModel
+from selfdraft.train.config import PACKAGE
 
 BASES = ("plain", "hf")
 """Methods that the others are compared with; the second is not always there."""
@@ -155,6 +158,7 @@ def conditions(target: TargetModel, law: str = "greedy", **of_the_run: Any) -> d
     Args:
         law: greedy, or a temperature.
     """
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         **target.conditions(),
         "head_linears": "weights in 8 bits" if target.packed and rounding_available() else "torch",
@@ -163,9 +167,18 @@ def conditions(target: TargetModel, law: str = "greedy", **of_the_run: Any) -> d
         "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "peak_memory_gb": round(peak_kb * 1024 / 1e9, 2),
     }
+
+
+def commit() -> str:
+    """Of the checkout; `unknown` for an installed copy, or without git."""
+    command = ["git", "-C", str(PACKAGE), "rev-parse", "HEAD"]
+    if not (PACKAGE / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def _processor() -> str:

@@ -110,6 +110,7 @@ def run(options: argparse.Namespace) -> int:
     facts = conditions(
         spec.target,
         heads=spec.drafter.name,
+        worth=spec.plan.worth,
         prompts=len(prompts),
         prompt_file=Path(options.prompts).name,
         max_new_tokens=options.max_new_tokens,

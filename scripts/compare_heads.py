@@ -19,7 +19,7 @@ from typing import Any
 from selfdraft.heads import HEADS, Head
 from selfdraft.heads.errors import exit_code
 from selfdraft.heads.protocols import Drafter
-from selfdraft.inference.assembly import build_drafter, default_plan
+from selfdraft.inference.assembly import WORTH, build_drafter, default_plan
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
@@ -57,10 +57,11 @@ def measure(options: argparse.Namespace, variants: list[Variant]) -> dict[str, A
         prompts=len(ids),
         prompt_file=Path(options.prompts).name,
         max_new_tokens=tokens,
+        worth=WORTH,
         minutes=options.minutes,
         trained_at_once=options.jobs,
     )
-    told = ("date", "peak_memory_gb", "trained_at_once")
+    told = ("commit", "date", "peak_memory_gb", "trained_at_once")
     timed = {k: v for k, v in facts.items() if k not in told}
     of = json.dumps([timed, ids, [variant.folder.name for variant in variants]])
     ledger = Path(options.output) / f"bench-{hashlib.sha256(of.encode()).hexdigest()[:8]}.jsonl"

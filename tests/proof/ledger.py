@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,10 @@ import torch
 import transformers
 
 from selfdraft.heads.checkpoint import replace_file
+from selfdraft.scripts.bench_report import commit
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "results" / "proof"
-
-
-def commit() -> str:
-    """Of the checkout; without git, `unknown`."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 class Ledger:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from pydantic import BaseModel
 from training import make_config, train
 
@@ -39,6 +40,27 @@ KEYS = keys(TrainConfig)
 def test_documented_keys_exist(doc: Path):
     named = {match[1] for match in KEY.finditer(doc.read_text())} - NOT_KEYS
     assert named <= KEYS.keys(), named - KEYS.keys()
+
+
+def default_of(key: str) -> Any:
+    """As JSON has it; None too for what has to be given."""
+    section = HEADS["hydra"].Config if key.startswith("head.") else KEYS[key]
+    name = key.rpartition(".")[2]
+    field = section.model_fields[name]
+    value = None if field.is_required() else field.get_default(call_default_factory=True)
+    return section.model_construct(**{name: value}).model_dump(mode="json")[name]
+
+
+def test_the_page_of_keys_has_all_of_them_with_their_defaults():
+    """Those that only some head kinds have are in heads.md."""
+    docs = PACKAGE / "docs"
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*?) ?\|", (docs / "configs.md").read_text(), re.M)
+    page = {key: yaml.safe_load(default) for key, default in rows if key in KEYS}
+    of_kinds = re.findall(r"^\| `(\w+)`", (docs / "heads.md").read_text(), re.M)
+    sections = {*SECTIONS, "data.features"}
+    assert KEYS.keys() - sections - page.keys() <= {f"head.{name}" for name in of_kinds}
+    page.pop("head.kind")
+    assert page == {key: default_of(key) for key in page}
 
 
 def test_keys_are_looked_for_where_they_stand():
