@@ -78,7 +78,7 @@ class TargetEnds(TargetModel):
         self.device, self.dtype = ends.lm_head.weight.device, ends.lm_head.weight.dtype
         self.eos_ids, self.packed = set(notes["eos_ids"]), 0
         self._projection = Projection(self.lm_head, self.config)
-        norm, rows = start.pop(NORM, None), self._projection.weight_rows
+        norm, rows = start.pop(NORM, None), self._projection.start_rows
         self.weights = TargetWeights(rows, norm, start)
         self.spec = replace(self._spec({}), identity=notes["identity"])
 

@@ -61,6 +61,11 @@ class Projection:
             )
         return self.weight.detach() if rows is None else self.weight.detach()[rows]
 
+    def start_rows(self, rows: Tensor | None = None) -> Tensor:
+        """`weight_rows` from which a head's own lm_head may start: with the family's scaling in it,
+        so that its products are the target's logits, but for a bias or a soft cap."""
+        return _scaled(self.config, self.weight_rows(rows))
+
     def _make(self, rows: Tensor | None, make: packed.Make) -> Project:
         if not isinstance(self.lm_head, nn.Linear):
             whole: Project = self.lm_head
@@ -94,10 +99,16 @@ def _beside(rows_BE: Tensor, hidden_BWD: Tensor) -> Tensor:
 def scale_logits(config: Any, logits: Tensor) -> Tensor:
     """What some families do to logits after the lm_head: Granite divides, Cohere multiplies,
     Gemma caps softly."""
+    logits = _scaled(config, logits)
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def _scaled(config: Any, logits: Tensor) -> Tensor:
+    """The linear part of `scale_logits`."""
     if divisor := getattr(config, "logits_scaling", None):
         logits = logits / divisor
     if factor := getattr(config, "logit_scale", None):
         logits = logits * factor
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
     return logits

@@ -69,7 +69,7 @@ class TargetModel:
         self.eos_ids = self._eos_ids()
         self._projection = Projection(self.lm_head, self.config)
         self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
-        rows = self._projection.weight_rows
+        rows = self._projection.start_rows
         self.weights = target_weights(self.decoder, self.layers, rows, self.device)
         self.packed = packed.pack_linears(self.decoder) if pack else 0
         grouped = pack and use_grouped_attention(model)

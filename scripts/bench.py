@@ -10,34 +10,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from selfdraft.heads.base import Head
+from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError, exit_code, nearest
 from selfdraft.heads.protocols import Drafter
-from selfdraft.inference import loading
-from selfdraft.inference.assembly import default_plan
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
-from selfdraft.inference.random_target import random_model
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench_report import Method, Run, conditions, differences, row, show, write
+from selfdraft.scripts.stock import stock_method, stock_model
 from selfdraft.train.config import resolve_path
 from selfdraft.train.formats import prompt_messages
 from selfdraft.train.reading import RowError, counted, read_rows, whole_lines
 
 KNOWN = "plain,hf,hf_lookup,ngram,heads,heads+ngram"
-LOOKUP_TOKENS = 10  # transformers' usual number of tokens copied from the prompt
 
 
 def generation(new_tokens: int, temperature: float) -> dict[str, Any]:
@@ -56,44 +53,13 @@ def speculator_method(name: str, spec: Speculator, asked: dict[str, Any]) -> Met
     return Method(name, generate)
 
 
-def stock_method(name: str, model: Any, eos_ids: set[int], asked: dict[str, Any]) -> Method:
-    """transformers' generate on a stock model, with prompt lookup for `hf_lookup`."""
-    options = asked | {"pad_token_id": next(iter(eos_ids), 0)}
-    options["eos_token_id"] = sorted(eos_ids) or None
-    if asked["do_sample"]:
-        options |= {"top_k": 0, "top_p": 1.0}
-    if name == "hf_lookup":
-        options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-    ends: list[float] = []  # of the decoder's forwards
-    model.get_decoder().register_forward_hook(lambda *_: ends.append(time.perf_counter()))
-
-    def generate(prompt: list[int]) -> tuple[list[int], float, dict[str, float]]:
-        ends.clear()
-        ids = torch.tensor([prompt], device=model.device)
-        torch.manual_seed(0)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return out[0, len(prompt) :].tolist(), len(ends) - 1, {"prefill": ends[0] - start}
-
-    return Method(name, generate)
-
-
-def stock_model(target: TargetModel) -> Any:
-    """A second copy of the target's weights as transformers loads them, nothing packed."""
-    named = target.spec.identity
-    if named["random"] is not None:
-        model, _ = random_model(named["random"], named["seed"], target.dtype)
-    else:
-        keys = ("gguf_file", "revision", "adapter")
-        options = {key: named[key] for key in keys}
-        model, _ = loading.load_pretrained(named["model"], dtype=target.dtype, **options)
-    return model.to(target.device).eval()
-
-
-def chosen(spec: Speculator, against: list[str]) -> dict[str, Speculator]:
+def chosen(
+    spec: Speculator, against: list[str], plan: Callable[[Drafter], Plan]
+) -> dict[str, Speculator]:
     """The loaded drafter, and what `against` adds.
 
+    Args:
+        plan: of each drafter that is added.
     Raises:
         InputError: a name in `against` that is none.
     """
@@ -109,7 +75,7 @@ def chosen(spec: Speculator, against: list[str]) -> dict[str, Speculator]:
     for name in against:
         for drafter in drafters.values():
             if name in asked and isinstance(drafter, asked[name]):
-                found[drafter.name] = Speculator(target, drafter, default_plan(drafter))
+                found[drafter.name] = Speculator(target, drafter, plan(drafter))
     return found | {spec.drafter.name: spec}
 
 
@@ -221,13 +187,16 @@ def read_prompts(
     return prompts, categories
 
 
-def check_numbers(options: argparse.Namespace) -> None:
-    """Raises InputError for numbers that ask for nothing."""
+def check_options(options: argparse.Namespace) -> None:
+    """Raises InputError for numbers that ask for nothing, or prompts that are not there, before
+    anything slow."""
     for name in ("max_new_tokens", "limit"):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} is {value}", "Give 1 or more.")
-    if options.temperature < 0:
+    if not 0 <= options.temperature < math.inf:
         raise InputError(f"--temperature is {options.temperature}", "Give 0 or more.")
+    if not resolve_path(options.prompts).is_file():
+        raise InputError(f"--prompts {options.prompts} does not exist", "Name a JSONL file.")
 
 
 def law(temperature: float) -> str:
@@ -237,12 +206,14 @@ def law(temperature: float) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Benchmarks and prints; writes the JSON where one is asked for."""
-    check_numbers(options)
+    check_options(options)
     spec = drafting.load(options)
     target, against = spec.target, options.against.split(",")
     ids, categories = read_prompts(options.prompts, options.limit, target, options.max_new_tokens)
     asked = generation(options.max_new_tokens, options.temperature)
-    methods = build_methods(target, chosen(spec, against), against, asked)
+    methods = build_methods(
+        target, chosen(spec, against, partial(drafting.plan, options)), against, asked
+    )
     time_all(methods, ids)
     rows = measured(target, methods, ids, categories, not asked["do_sample"])
     facts = conditions(

@@ -158,7 +158,6 @@ def conditions(target: TargetModel, law: str = "greedy", **of_the_run: Any) -> d
     Args:
         law: greedy, or a temperature.
     """
-    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         **target.conditions(),
         "head_linears": "weights in 8 bits" if target.packed and rounding_available() else "torch",
@@ -169,16 +168,26 @@ def conditions(target: TargetModel, law: str = "greedy", **of_the_run: Any) -> d
         f"transformers {transformers.__version__}",
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "peak_memory_gb": round(peak_kb * 1024 / 1e9, 2),
+        "peak_memory_gb": peak_memory_gb(),
     }
 
 
+def peak_memory_gb() -> float:
+    """Of this process so far, in 1e9 bytes: allocated on the GPU, or resident."""
+    if torch.cuda.is_available():
+        return round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2)
+
+
 def commit() -> str:
-    """Of the checkout; `unknown` for an installed copy, or without git."""
-    command = ["git", "-C", str(PACKAGE), "rev-parse", "HEAD"]
+    """Of the checkout, with a + where the code is another by now; `unknown` for an installed copy,
+    or without git."""
     if not (PACKAGE / ".git").exists() or shutil.which("git") is None:
         return "unknown"
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    git = ["git", "-C", str(PACKAGE)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!docs"])
+    return (head.stdout.strip() or "unknown") + ("+" if changed.returncode else "")
 
 
 def _processor() -> str:

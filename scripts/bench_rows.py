@@ -37,6 +37,8 @@ def measure(
     seconds: dict[int | str, float] = defaultdict(float)
     tokens: dict[int | str, int] = defaultdict(int)
     same: dict[int | str, int] = defaultdict(int)
+    for one in speculators.values():  # not counted: first calls allocate
+        one.generate(prompts[:rows], max_new_tokens=2, batch_size=rows)
     rounds: dict[int | str, list[int]] = defaultdict(lambda: [0, 0])
     for start in range(0, len(prompts), rows):
         batch, plain = prompts[start : start + rows], None
@@ -103,7 +105,11 @@ def run(options: argparse.Namespace) -> int:
     sizes = [0, *(size for size in sizes if size)]
     spec = drafting.load(options)
     prompts, _ = read_prompts(options.prompts, options.limit, spec.target, options.max_new_tokens)
-    _with_nodes(spec, max(sizes)).generate(prompts[0][:64], max_new_tokens=8)  # not counted
+    if max(batches) > len(prompts):
+        raise InputError(
+            f"--rows asks for {max(batches)} rows, there are {len(prompts)} prompts",
+            "Give more prompts, a higher --limit, or fewer rows.",
+        )
     entries: list[dict[str, Any]] = []
     for rows in tqdm(batches, desc="batch sizes"):
         entries += measure(spec, prompts, rows, sizes, options.max_new_tokens)

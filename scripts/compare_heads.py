@@ -26,7 +26,7 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import bench, experiments, heads_report, runs
 from selfdraft.scripts.acceptance import watch
-from selfdraft.scripts.bench_report import conditions, show, write
+from selfdraft.scripts.bench_report import conditions, peak_memory_gb, show, write
 from selfdraft.scripts.experiments import Variant
 from selfdraft.scripts.trained import figures
 
@@ -58,15 +58,16 @@ def measure(options: argparse.Namespace, variants: list[Variant]) -> dict[str, A
         prompt_file=Path(options.prompts).name,
         max_new_tokens=tokens,
         worth=WORTH,
+        config=experiments.given(options),
         minutes=options.minutes,
         trained_at_once=options.jobs,
     )
-    told = ("commit", "date", "peak_memory_gb", "trained_at_once")
-    timed = {k: v for k, v in facts.items() if k not in told}
+    timed = {k: v for k, v in facts.items() if k not in ("date", "peak_memory_gb")}
     of = json.dumps([timed, ids, [variant.folder.name for variant in variants]])
     ledger = Path(options.output) / f"bench-{hashlib.sha256(of.encode()).hexdigest()[:8]}.jsonl"
     methods = bench.build_methods(target, ours, ["hf"], bench.generation(tokens, temperature))
     bench.time_all(methods, ids, ledger)
+    facts["peak_memory_gb"] = peak_memory_gb()
     rows = bench.measured(target, methods, ids, categories, greedy=temperature == 0)
     report = {
         "conditions": facts,
@@ -103,7 +104,7 @@ def acceptance(
 
 def run(options: argparse.Namespace) -> int:
     """Trains, times, prints, and writes JSON, page and plots."""
-    bench.check_numbers(options)
+    bench.check_options(options)
     heads_report.check_plots()
     limits = experiments.schedule(options)
     if options.variants is None:

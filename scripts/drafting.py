@@ -7,7 +7,8 @@ from typing import Any
 
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError
-from selfdraft.inference.assembly import build_plan
+from selfdraft.heads.protocols import Drafter
+from selfdraft.inference.assembly import build_plan, default_plan
 from selfdraft.inference.speculator import Speculator
 
 
@@ -45,7 +46,13 @@ def load(options: argparse.Namespace, **more: Any) -> Speculator:
     spec = Speculator.from_pretrained(
         options.heads, target=options.target, drafter=options.drafter, **named, **more
     )
-    if draft is not None or nodes is not None:
-        depth = spec.plan.depth if draft is None else draft
-        spec.plan = build_plan(Plan(depth, nodes), spec.drafter)
+    spec.plan = plan(options, spec.drafter)
     return spec
+
+
+def plan(options: argparse.Namespace, drafter: Drafter) -> Plan:
+    """What the options ask of a drafter; its default without any."""
+    draft, nodes = getattr(options, "draft", None), getattr(options, "nodes", None)
+    if draft is None and nodes is None:
+        return default_plan(drafter)
+    return build_plan(Plan(drafter.max_depth if draft is None else draft, nodes), drafter)

@@ -25,12 +25,10 @@ from selfdraft.train.overrides import parse_yaml
 
 MANY = 10**6
 """Steps of a run that minutes end."""
-LAYOUT = ("pack", "bucket", "eval_prompts", "temperatures", "answer_batch_size", "answers_drafter")
-"""Fields of `data` that change neither the answers nor their features."""
-
-SAME = ("seed", "output_dir", "resume")
-SAME += tuple(f"schedule.{key}" for key in ("steps", "minutes", "patience", "eval_every"))
-"""Keys of a run that a comparison chooses."""
+SAME = ("steps", "minutes", "patience", "eval_every")
+"""Keys of `schedule` that a comparison chooses."""
+OPEN = re.compile(r"(head|optim|schedule)\..+|data\.(temperatures|pack|bucket|features\.dtype)")
+"""What variants may set: all are judged on the same text of the same target."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,14 @@ def add_options(cli: argparse.ArgumentParser, output: str) -> None:
     cli.add_argument("--output", default=output, help="folder of all runs")
 
 
+def given(options: argparse.Namespace) -> str:
+    """The config and its overrides, as reports name them."""
+    return " ".join([Path(options.config).name, *options.overrides])
+
+
 def schedule(options: argparse.Namespace, steps: int | None = None) -> list[str]:
-    """Overrides for equal minutes or, with `steps`, for equal steps.
+    """Overrides for equal minutes or, with `steps`, for equal steps.  Runs are judged by the head
+    of their end: the best of several would favour those that come further.
 
     Raises:
         InputError: a number that is none, or both.
@@ -87,15 +91,16 @@ def schedule(options: argparse.Namespace, steps: int | None = None) -> list[str]
             f"--minutes is {minutes}, steps are {steps}", "Give one of them, and above 0."
         )
     shown = "null" if minutes is None else minutes
-    alone = [f"schedule.minutes={shown}", "schedule.patience=null"]
-    return [f"schedule.steps={MANY if steps is None else steps}", *alone]
+    found = {"steps": steps or MANY, "minutes": shown, "patience": "null", "eval_every": MANY}
+    return [f"schedule.{name}={value}" for name, value in found.items()]
 
 
 def kinds(options: argparse.Namespace, names: list[str], limits: list[str]) -> list[Variant]:
     """The config with a head of each kind."""
     base = load_config(options.config, options.overrides + limits)
-    output = Path(options.output)
-    return [make_variant(kind, base, with_kind(base, kind), output) for kind in names]
+    return [
+        make_variant(kind, base, with_kind(base, kind), options) for kind in dict.fromkeys(names)
+    ]
 
 
 def with_kind(config: TrainConfig, kind: str) -> TrainConfig:
@@ -131,11 +136,15 @@ def read_variants(path: Path, reserved: Sequence[str]) -> dict[str, dict[str, An
     problems += [
         f"{n!r} sets {key}, which is the same for all"
         for n, fields in named.items()
-        for key in fields
-        if key in SAME
+        for key in map(str, fields)
+        if not OPEN.fullmatch(key) or key in {f"schedule.{name}" for name in SAME}
     ]
     if problems:
-        raise InputError(f"{path}: {'; '.join(problems)}", "For example  tv: {head.loss: tv}")
+        raise InputError(
+            f"{path}: {'; '.join(problems)}",
+            "For example  tv: {head.loss: tv}  Keys of head, optim and schedule may be set, and "
+            "data.temperatures, .pack, .bucket and .features.dtype.",
+        )
     return {str(name): fields for name, fields in named.items()}
 
 
@@ -151,13 +160,15 @@ def overridden(
     for name, fields in named.items():
         own = [f"{key}={json.dumps(value)}" for key, value in fields.items()]
         config = load_config(options.config, options.overrides + own + more)
-        found.append(make_variant(name, base, config, Path(options.output)))
+        found.append(make_variant(name, base, config, options))
     return found
 
 
-def make_variant(name: str, base: TrainConfig, config: TrainConfig, output: Path) -> Variant:
-    """`config` in a folder of its own below `output`.  Variants whose data is made like that of
-    `base` share its answers and its feature cache; others have theirs below `output`.
+def make_variant(
+    name: str, base: TrainConfig, config: TrainConfig, options: argparse.Namespace
+) -> Variant:
+    """`config` in a folder of its own below --output, on the answers and in the features folder of
+    `base`; another seed of a random target, which is another target, has answers of its own.
 
     Raises:
         InputError: nothing is held out, so that there is nothing to compare.
@@ -166,31 +177,22 @@ def make_variant(name: str, base: TrainConfig, config: TrainConfig, output: Path
         raise InputError(
             f"{name} has data.eval_prompts 0", "Hold out some: trainings are compared by them."
         )
-    # A random target is another one with another seed.
-    seed = base.seed if config.target.random is None else config.seed
-    mine = [_made_with(c, seed, *LAYOUT, "features", "overlong") for c in (base, config)]
-    file = base.answers_file
-    if mine[0] != mine[1] or seed != base.seed:
-        own = output / f"answers-{_digest(mine[1])}.jsonl"
-        file = own if config.data.file is None else config.answers_file
-    mine = [_made_with(c, seed, *LAYOUT) for c in (base, config)]
-    features = base.features_folder
-    if mine[0] != mine[1] or seed != base.seed:
-        features = output / f"features-{_digest(mine[1])}"
-    cache = config.data.features.model_copy(update={"folder": str(features)})
+    output, seed = Path(options.output), base.seed
+    file, prompts = base.answers_file, base.data.prompts
+    if config.target.random is not None and config.seed != seed:
+        seed = config.seed
+        file = file if prompts is None else output / f"answers-{seed}.jsonl"
+    cache = config.data.features.model_copy(update={"folder": str(base.features_folder)})
     data = config.data.model_copy(update={"file": str(file), "features": cache})
     config = config.model_copy(update={"data": data, "resume": "latest"})
-    kept = config.model_dump(mode="json", exclude={"output_dir", "resume", "tracking"})
-    given = sha256(file) if config.data.prompts is None and file.is_file() else None
-    folder = output / f"{name}-{_digest([kept, given])}"
+    kept: list[Any] = [config.model_dump(mode="json", exclude={"output_dir", "resume", "tracking"})]
+    source = file if prompts is None else resolve_path(prompts)
+    kept.append(sha256(source) if source.is_file() else None)
+    if config.schedule.minutes is not None:
+        kept.append(options.jobs)  # more at once come less far in their minutes
+    folder = output / f"{name}-{_digest(kept)}"
     config = config.model_copy(update={"output_dir": str(folder)})
     return Variant(name, config, config.model_copy(update={"seed": seed}))
-
-
-def _made_with(config: TrainConfig, seed: int, *without: str) -> Any:
-    """What the data of `config` depends on."""
-    data = config.data.model_dump(mode="json", exclude=set(without))
-    return [data, config.target.model_dump(mode="json"), seed]
 
 
 def _digest(value: Any) -> str:

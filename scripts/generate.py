@@ -36,6 +36,9 @@ def run(options: argparse.Namespace) -> int:
     if not prompt.strip():
         raise InputError("the prompt is empty", 'Give --prompt "..." or text on standard input.')
     spec = drafting.load(options)
+    plain = Speculator(spec.target)
+    for one in (spec, plain) if options.compare else ():  # not counted: first calls allocate
+        one.generate(prompt, max_new_tokens=2, chat=not options.no_chat)
     fast, stats = _stream(spec, prompt, options, echo=True)
     print(f"\n\n{_summary(spec.drafter.name, stats)}")
     for head in drafters_of(spec).values():
@@ -43,7 +46,6 @@ def run(options: argparse.Namespace) -> int:
             print(_about(head, stats))
     if not options.compare:
         return 0
-    plain = Speculator(spec.target)
     slow, plain_stats = _stream(plain, prompt, options, echo=False)
     print(_summary("plain", plain_stats))
     ratio = _rate(stats) / _rate(plain_stats)

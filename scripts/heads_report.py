@@ -46,9 +46,9 @@ def write_page(report: dict[str, Any], path: Path) -> None:
         "## Training",
         table(TRAINED, report["heads"]),
         "Each head had the same minutes of training steps on the same answers (tokens: answer "
-        "tokens that were learned from). tau: tokens a round of a chain, on held-out answers, "
-        "greedy and sampled at temperature 1; by depth, the probability that the first k drafted "
-        "tokens are all accepted.",
+        "tokens that were learned from). tau: tokens a round of a chain, of the head at its end, "
+        "greedy and sampled at temperature 1, on held-out answers of that temperature where the "
+        "data has them; by depth, the probability that the first k drafted tokens are accepted.",
         "## Speed",
         _speed(report),
         "x plain: tokens a second over those of plain decoding, x hf: of transformers' generate, "

@@ -22,8 +22,9 @@ from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
-from selfdraft.scripts.bench import drafters_of, read_prompts, stock_model
+from selfdraft.scripts.bench import drafters_of, read_prompts
 from selfdraft.scripts.bench_report import conditions, first_difference, write
+from selfdraft.scripts.stock import stock_model
 
 MARGINS = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 0.5, torch.float16: 0.05}
 """Largest float64 gap of two logits that counts as a near tie.  float32: forwards of unlike width

@@ -23,9 +23,11 @@ from selfdraft.train.config import PACKAGE, TrainConfig
 from selfdraft.train.data import load_documents
 from selfdraft.train.distill import open_features
 from selfdraft.train.locks import locked
+from selfdraft.train.signals import caught_signals
 
 POLL = 0.2
 """Seconds between looks at the trainings that run."""
+Running = tuple[Variant, subprocess.Popen[bytes]]
 
 
 @contextmanager
@@ -59,25 +61,25 @@ def train_all(variants: list[Variant], lock: int, jobs: int = 1) -> None:
     for home in dict.fromkeys(_home(variant.data) for variant in todo):
         make_data([variant.data for variant in todo if _home(variant.data) == home])
     print(f"{len(variants) - len(todo)} of {len(variants)} trainings are there")
-    running: list[tuple[Variant, subprocess.Popen[bytes]]] = []
-    try:
-        for number, variant in enumerate(todo, start=1):
-            if len(running) == jobs:
-                _finish_one(running)
-            print(f"[{number}/{len(todo)}] {variant.name}, seed {variant.config.seed}: training")
-            running.append((variant, start(variant, lock, jobs)))
-        while running:
-            _finish_one(running)
-    except BaseException:  # each child saves its step before it ends
-        for _, child in running:
-            child.terminate()
-        for _, child in running:
-            child.wait()
-        raise
+    running: list[Running] = []
+    with caught_signals() as received:
+        try:
+            for number, variant in enumerate(todo, start=1):
+                _wait(running, jobs - 1, received)
+                shown = f"{variant.name}, seed {variant.config.seed}"
+                print(f"[{number}/{len(todo)}] {shown}: training", flush=True)
+                running.append((variant, start(variant, lock, jobs)))
+            _wait(running, 0, received)
+        finally:  # each child saves its step before it ends
+            for _, child in running:
+                child.terminate()
+            for _, child in running:
+                child.wait()
 
 
-def _home(config: TrainConfig) -> tuple[Path, Path]:
-    return config.answers_file, config.features_folder
+def _home(config: TrainConfig) -> tuple[Path, str, int]:
+    """What variants share whose data is the same; a random target is another with each seed."""
+    return config.answers_file, config.data.features.dtype, config.seed
 
 
 def make_data(configs: list[TrainConfig]) -> None:
@@ -89,11 +91,13 @@ def make_data(configs: list[TrainConfig]) -> None:
         raise InputError(
             f"{configs[0].answers_file} leaves no prompt to hold out", "Give more prompts."
         )
-    if not configs[0].data.features.cache:
-        return
-    layers = target.spec.num_layers
-    taps = {t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)}
-    open_features(configs[0], target, documents, sorted(taps))
+    if configs[0].data.features.cache:
+        layers = target.spec.num_layers
+        taps = {t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)}
+        open_features(configs[0], target, documents, sorted(taps))
+    if target.device.type == "cuda":  # the trainings want the memory
+        del target, documents
+        torch.cuda.empty_cache()
 
 
 def start(variant: Variant, lock: int, jobs: int) -> subprocess.Popen[bytes]:
@@ -109,18 +113,21 @@ def _config_file(variant: Variant) -> Path:
     return variant.folder.with_name(f"{variant.folder.name}.yaml")
 
 
-def _finish_one(running: list[tuple[Variant, subprocess.Popen[bytes]]]) -> None:
-    """Waits until one of the trainings ends, and takes it out.
+def _wait(running: list[Running], most: int, received: list[int]) -> None:
+    """Waits until at most so many trainings run, and takes those out that have ended.
 
     Raises:
-        InputError: it ended with another exit code than 0.
+        InputError: one ended with another exit code than 0.
+        SystemExit: a signal came.
     """
-    while not (ended := [pair for pair in running if pair[1].poll() is not None]):
+    while len(running) > most:
+        if received:
+            raise SystemExit(128 + received[0])
+        for variant, child in [pair for pair in running if pair[1].poll() is not None]:
+            running.remove((variant, child))
+            if child.returncode or not variant.trained:
+                raise InputError(
+                    f"training {variant.name} ended with exit code {child.returncode}",
+                    f"Its own message is above; its config is {_config_file(variant)}.",
+                )
         time.sleep(POLL)
-    variant, child = ended[0]
-    running.remove(ended[0])
-    if child.returncode or not variant.trained:
-        raise InputError(
-            f"training {variant.name} ended with exit code {child.returncode}",
-            f"Its own message is above; its config is {_config_file(variant)}.",
-        )

@@ -172,6 +172,8 @@ def describe(documents: Documents) -> str:
     parts = [f"{len(documents.train)} rows to train on, {len(documents.held_out)} held out"]
     if len(documents.eval) < len(documents.held_out):
         parts[0] += f", tau is measured on the {len(documents.eval)} greedy ones"
+    if documents.held_out and not documents.drawn:
+        parts[0] += ", none drawn at temperature 1: tau there is an estimate"
     if documents.unused:
         parts.append(f"{len(documents.unused)} left out by data.temperatures")
     if documents.cut:

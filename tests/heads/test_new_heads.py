@@ -69,6 +69,16 @@ def test_heads_stand_on_every_family(name: str, kind: str) -> None:
     assert out.token_ids == Speculator(target).generate([[1, 5, 9]], max_new_tokens=6).token_ids
 
 
+@pytest.mark.parametrize("name", ["llama", "granite", "tied"])
+def test_an_lm_head_of_its_own_starts_with_the_targets_logits(name: str) -> None:
+    """Scaled as the family scales them."""
+    target, hidden = tiny(name), torch.randn(5, 64)
+    head = make_head("medusa", target.spec, lm_head="own", scale=0.0)
+    head.init_from_target(target.weights)
+    ours = head.draft_logits(hidden, torch.zeros(5, 1, dtype=torch.int64))
+    assert torch.allclose(ours, target.spec.logits(hidden), atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])
 def test_packing_the_target_keeps_what_heads_start_from(kind: str) -> None:
     """Linears that were packed have no weight any more; their weights were noted before."""
