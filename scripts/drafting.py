@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError
@@ -31,7 +30,7 @@ def add_options(cli: argparse.ArgumentParser, *, plan: bool = True) -> None:
     cli.add_argument("--dtype", help="float32, bfloat16, float16; the trained one if unset")
 
 
-def load(options: argparse.Namespace, **more: Any) -> Speculator:
+def load(options: argparse.Namespace) -> Speculator:
     """The speculator that the options ask for.
 
     Raises:
@@ -44,7 +43,7 @@ def load(options: argparse.Namespace, **more: Any) -> Speculator:
     named = {name: getattr(options, name) for name in ("gguf_file", "device", "dtype")}
     named = {name: value for name, value in named.items() if value is not None}
     spec = Speculator.from_pretrained(
-        options.heads, target=options.target, drafter=options.drafter, **named, **more
+        options.heads, target=options.target, drafter=options.drafter, **named
     )
     spec.plan = plan(options, spec.drafter)
     return spec

@@ -120,7 +120,7 @@ def _wait(running: list[Running], most: int, received: list[int]) -> None:
         InputError: one ended with another exit code than 0.
         SystemExit: a signal came.
     """
-    while len(running) > most:
+    while True:
         if received:
             raise SystemExit(128 + received[0])
         for variant, child in [pair for pair in running if pair[1].poll() is not None]:
@@ -130,4 +130,6 @@ def _wait(running: list[Running], most: int, received: list[int]) -> None:
                     f"training {variant.name} ended with exit code {child.returncode}",
                     f"Its own message is above; its config is {_config_file(variant)}.",
                 )
+        if len(running) <= most:
+            return
         time.sleep(POLL)

@@ -279,3 +279,9 @@ def test_held_out_rows_are_the_same_cache_for_every_seed(tmp_path):
         for found in [load_documents(config.model_copy(update={"seed": seed}), target)]
     ]
     assert rows[0] == rows[1] == set(range(1, 21))
+
+
+def test_a_signal_that_comes_when_all_is_trained_ends_the_command_too():
+    with pytest.raises(SystemExit) as caught:
+        runs._wait([], 0, [15])
+    assert caught.value.code == 143
