@@ -134,6 +134,7 @@ class Head(nn.Module):
         rows = loss_rows(batch, self.config.depth)
         states, ids = self.unroll(batch, features, rows), batch["ids"].flatten()
         (read, weights), config = self._readout(states, rows, ids), self.config
+        log_z = features.get("log_z")
         sums = distil(
             objective(config.loss, config.lk_eta),
             read,
@@ -144,6 +145,7 @@ class Head(nn.Module):
             weights=weights,
             draft_ids=self.draft_ids,
             project_all=self.spec.projector(None, False),
+            log_z=None if log_z is None else log_z.flatten(),
             weighting=Weighting(config.reach, config.on_policy),
         )
         extra = self.extra_loss(states, rows, features)

@@ -164,6 +164,7 @@ def distil(
     weights: list[Tensor] | None,
     draft_ids: Tensor | None,
     project_all: Project | None = None,
+    log_z: Tensor | None = None,
     weighting: Weighting = UNIFORM,
 ) -> dict[str, Tensor]:
     """Sums of `objective` over loss rows, and how often drafts are right.
@@ -171,28 +172,27 @@ def distil(
     Args:
         states: for each depth k, draft states [M_k, W]: what `project` reads, then what the depth's
             own weights read.
-        rows: for each depth k, flat positions t [M_k]; the teacher of row t is hidden[t + k] and
-            its label ids[t + 1 + k].
+        rows: for each depth k, flat positions t [M_k]; teacher hidden[t + k], label ids[t + 1 + k].
         hidden, ids: target states and tokens, flat over batch and time.
         project: states to draft-vocabulary logits with the target's frozen lm_head.
         weights: own weights of each depth [D, r] for the last r features of its states, added to
             what `project` makes of the others, if any; None: `project` reads all.
-        draft_ids: sorted ids of the draft vocabulary; None for all.
+        draft_ids: of the draft vocabulary, sorted; None for all.
         project_all: to logits over all ids; beside `draft_ids`, no acceptance without it.
+        log_z: log sum exp of these logits at every position, flat, where it is known.
         weighting: of the rows' losses; top1, prefix, accepted and chance count all rows alike.
     Returns:
-        loss, top1 and prefix [K]: see `Head.forward`; without gradients, or where the objective
-        needs it, accepted [K]: sums of P(drafts 1..k are all accepted); without gradients also
-        chance [S, K], the sums of `calibration.top_chances`.
+        loss, top1, prefix [K]: see `Head.forward`; in evaluation, or where the objective needs it,
+        accepted [K]: sums of P(drafts 1..k are all accepted); in evaluation also chance [S, K].
     """
     depth_M = torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)])
     teacher_M = torch.cat([r + k for k, r in enumerate(rows, start=1)])
     label_M = draft_index(ids[teacher_M + 1], draft_ids)
     hit_M = torch.zeros_like(label_M, dtype=torch.bool)
     whole = None if draft_ids is None else project_all or _no_project_all
-    target = TargetLaws(hidden, teacher_M.unique(), project, whole)
+    laws = TargetLaws(hidden, teacher_M.unique(), project, whole, log_z)
     coupled, learning = objective.accepted > 0, torch.is_grad_enabled()
-    all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, target, learning)
+    all_rows = _Rows(objective, depth_M, teacher_M, label_M, hit_M, laws, learning)
     inputs, found = [torch.cat(states), *(weights or [])], {}
     weigh = partial(weighting.weights, hit_M, rows, len(ids))
     if learning and not coupled:

@@ -37,38 +37,52 @@ class TargetLaws:
 
     Args:
         hidden: states after the final norm, flat over batch and time [.., W].
-        teachers_U: the positions that are looked at, ascending.
+        teachers_U: the positions that are looked at.
         project: to draft-vocabulary logits.
         project_all: to logits over all ids; None where `project` gives these.
+        log_z: log sum_v exp(logit_v) over all ids at every position [..], where it is known.
     """
 
     def __init__(
-        self, hidden: Tensor, teachers_U: Tensor, project: Project, project_all: Project | None
+        self,
+        hidden: Tensor,
+        teachers_U: Tensor,
+        project: Project,
+        project_all: Project | None,
+        log_z: Tensor | None = None,
     ) -> None:
         self.hidden, self.teachers_U = hidden, teachers_U
         self.project, self.project_all = project, project_all
+        if log_z is not None:
+            self.log_z = log_z
 
     @torch.no_grad()
-    def log_p(self, teacher_M: Tensor) -> Tensor:
-        """[M, D] log p renormalised on D, at sorted positions."""
+    def log_p(self, teacher_M: Tensor) -> tuple[Tensor, Tensor]:
+        """At sorted positions, [M, D] log p renormalised on D, and by what: [M] log sum_{v in D}
+        exp(logit_v)."""
         teachers_U, place_M = teacher_M.unique_consecutive(return_inverse=True)
-        return wide(self.project(self.hidden[teachers_U])).log_softmax(-1)[place_M]
+        logits_UD = wide(self.project(self.hidden[teachers_U]))
+        log_inside_U = logits_UD.logsumexp(-1)
+        return (logits_UD - log_inside_U[:, None])[place_M], log_inside_U[place_M]
 
     @cached_property
-    @torch.no_grad()
-    def log_mass(self) -> Tensor:
-        """log sum_{v in D} p(v) at every position of `teachers_U`: what renormalising on D takes
-        away.  Costs the whole lm_head, so it is computed when first asked for, and once."""
-        mass = wide(torch.zeros_like(self.hidden[:, 0]))
-        if self.project_all is None:
-            return mass
-        width = self.project_all(self.hidden[:1]).shape[-1]
+    def log_z(self) -> Tensor:
+        """The argument.  Where it is not known it costs the whole lm_head at every position of
+        `teachers_U`, so it is computed when first asked for, and once."""
+        assert self.project_all is not None, "the draft vocabulary has all ids"
+        return normalisers(self.hidden, self.teachers_U, self.project_all)
+
+
+@torch.no_grad()
+def normalisers(hidden: Tensor, rows_U: Tensor, project_all: Project) -> Tensor:
+    """[N] log sum_v exp(logit_v) of states [N, W] at `rows_U`, 0 elsewhere, at least float32."""
+    log_z = wide(torch.zeros_like(hidden[:, 0]))
+    if len(rows_U):
+        width = project_all(hidden[:1]).shape[-1]
         # Without gradients fewer tensors of this size exist at once.
-        for at in self.teachers_U.split(max(1, 2 * CHUNK // width)):
-            state = self.hidden[at]
-            inside, whole = self.project(state), self.project_all(state)
-            mass[at] = wide(inside).logsumexp(-1) - wide(whole).logsumexp(-1)
-        return mass
+        for at in rows_U.split(max(1, 2 * CHUNK // width)):
+            log_z[at] = wide(project_all(hidden[at])).logsumexp(-1)
+    return log_z
 
 
 class Laws:
@@ -93,15 +107,22 @@ class Laws:
         """log q."""
         return self.logits_MD.log_softmax(-1)
 
-    @cached_property
+    @property
     def log_p_MD(self) -> Tensor:
         """log p renormalised on D."""
-        return self._target.log_p(self._teacher_M)
+        return self._inside[0]
 
     @cached_property
     def log_mass_M(self) -> Tensor:
-        """log sum_{v in D} p(v)."""
-        return self._target.log_mass[self._teacher_M]
+        """log sum_{v in D} p(v): what renormalising on D takes away."""
+        log_inside_M = self._inside[1]
+        if self._target.project_all is None:
+            return torch.zeros_like(log_inside_M)
+        return log_inside_M - self._target.log_z[self._teacher_M]
+
+    @cached_property
+    def _inside(self) -> tuple[Tensor, Tensor]:
+        return self._target.log_p(self._teacher_M)
 
     @cached_property
     def log_acceptance_M(self) -> Tensor:

@@ -15,7 +15,7 @@ from ..heads.checkpoint import sha256
 from ..inference.target import TargetModel
 from .packing import Document, digest
 
-INDEX, FORMAT = "index.json", 1
+INDEX, FORMAT = "index.json", 2
 
 
 def fingerprint(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tqdm.auto import tqdm
 
 from ..heads import InputError
 from ..heads.checkpoint import replace_file, sha256
+from ..heads.objectives import normalisers
 from ..heads.protocols import Features
 from ..inference.embeddings import REFILL, TargetEnds
 from ..inference.target import TargetModel
@@ -33,7 +35,7 @@ from .features import FeatureSource, OnlineFeatures, compute
 from .locks import InUse, locked
 from .packing import Document
 from .recording import RecordedStates
-from .rounding import bytes_a_state
+from .rounding import bytes_a_state, decode
 from .sections import FeaturesConfig
 from .tracking import is_main, say
 
@@ -45,7 +47,8 @@ class FeatureCache(FeatureSource):
     """Features of `documents`, which are told apart by `Document.row`, on disk.
 
     In the cache's own folder below `root` (see caches.py) chunk-*.safetensors hold the documents'
-    tokens end to end (hidden [tokens, D], taps [tokens, K, D], as `rounding.encode` gives them);
+    tokens end to end (hidden [tokens, D], taps [tokens, K, D], as `rounding.encode` gives them, and
+    log_z [tokens] of the hidden states as they read back, which spares acceptances the lm_head);
     index.json holds the fingerprint, each finished chunk's sha256, and whether all are there.  A
     complete cache of more taps serves fewer.
     """
@@ -103,8 +106,8 @@ class FeatureCache(FeatureSource):
 
     def bytes_needed(self) -> int:
         """Size of all features on disk."""
-        states = self.tokens * (1 + len(self.taps))
-        return states * bytes_a_state(self.target.spec.hidden_size, self.config.dtype)
+        state = bytes_a_state(self.target.spec.hidden_size, self.config.dtype)
+        return self.tokens * ((1 + len(self.taps)) * state + torch.float32.itemsize)
 
     def _check_size(self) -> None:
         needed, cap = self.bytes_needed(), self.config.max_gb
@@ -193,7 +196,17 @@ class FeatureCache(FeatureSource):
             computed = compute(self.target, missing, self.taps, self.config.dtype)
             known |= {d.row: states for d, states in zip(missing, computed, strict=True)}
         rows = [known[document.row] for document in chunk]
-        return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
+        states = {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
+        return states | {"log_z": self._log_z(states, chunk)}
+
+    def _log_z(self, states: Features, chunk: list[Document]) -> Tensor:
+        """[tokens] see `Features`."""
+        spec = self.target.spec
+        hidden = decode({k: v for k, v in states.items() if k.startswith("hidden")}, spec.dtype)
+        taught = [(*document.loss_mask[1:], False) for document in chunk]
+        rows = torch.tensor(list(chain.from_iterable(taught))).nonzero()[:, 0]
+        whole = hidden["hidden"].to(spec.device)
+        return normalisers(whole, rows.to(spec.device), spec.projector(None, False)).cpu()
 
     # -- reading ---------------------------------------------------------------------------------
 

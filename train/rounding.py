@@ -19,6 +19,8 @@ from ..heads.protocols import Features
 BLOCK = 64
 """Channels that share a scale in int8, where they divide the width."""
 SCALE = "_scale"
+EXACT = ("log_z",)
+"""Features that are no states: stored and read as they are."""
 
 
 def encode(features: Features, dtype: str) -> Features:
@@ -33,9 +35,14 @@ def encode(features: Features, dtype: str) -> Features:
 
 
 def decode(stored: Features, dtype: torch.dtype) -> Features:
-    """What `encode` has kept of features, as `dtype`."""
+    """What `encode` has kept of features, as `dtype`; those of `EXACT` unchanged."""
     names = [name for name in stored if not name.endswith(SCALE)]
-    return {name: _read(stored[name], stored.get(name + SCALE)).to(dtype) for name in names}
+    return {
+        name: stored[name]
+        if name in EXACT
+        else _read(stored[name], stored.get(name + SCALE)).to(dtype)
+        for name in names
+    }
 
 
 def bytes_a_state(width: int, dtype: str) -> int:

@@ -45,6 +45,24 @@ def test_evaluation_gives_the_same_loss_and_the_acceptance(name, draft_vocab) ->
     assert [got["top1"].tolist(), got["prefix"].tolist()] == list(hits(s))
 
 
+def unused(hidden: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the lm_head was asked")
+
+
+@pytest.mark.parametrize("name", ["tv", "lk+accepted"])
+def test_known_normalisers_spare_the_whole_lm_head(name) -> None:
+    s = scene(4, False, True)
+    expected = distil(name, s)
+    wanted = torch.autograd.grad(expected["loss"].sum(), s.states)
+    log_z = s.project_all(s.hidden).logsumexp(-1)
+    s.project_all = unused
+    got = distil(name, s, log_z=log_z)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(got["loss"].sum(), s.states)
+    torch.testing.assert_close(grads, wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_acceptance_is_reported_where_it_costs_nothing() -> None:
     s = scene(3, False, True)
     assert "accepted" not in distil("kl", s)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from training import documents, make_target
+from training import LLAMA, documents, make_target
 
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
@@ -63,6 +63,27 @@ def test_features_at_a_position_are_those_the_decoder_sees_there(open_cache, tar
                 torch.testing.assert_close(
                     found[name][b, p], seen[name][0, -1], atol=1e-5, rtol=1e-5
                 )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_normalisers_are_those_of_the_states_that_training_reads(open_cache, target, dtype):
+    """Where the next token was generated; what is stored of them is not rounded."""
+    rows = documents(LENGTHS)
+    found = open_cache(rows, dtype=dtype).get(rows)
+    exact = target.spec.projector(None, False)(found["hidden"]).logsumexp(-1)
+    taught = torch.zeros_like(exact, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        taught[b, : len(row.ids) - 1] = torch.tensor(row.loss_mask[1:])
+    assert taught.any() and not taught.all()
+    torch.testing.assert_close(found["log_z"], torch.where(taught, exact, 0), atol=1e-6, rtol=1e-6)
+
+
+def test_normalisers_of_a_bf16_target_stay_in_float32(tmp_path):
+    half, rows = TargetModel.load(random=LLAMA, dtype="bfloat16"), documents(LENGTHS)
+    cache = FeatureCache(tmp_path, half, rows, [1], FeaturesConfig(dtype="bfloat16"))
+    cache.prepare()
+    found = cache.get(rows)
+    assert (found["hidden"].dtype, found["log_z"].dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_padding_is_zero_and_rows_come_in_the_order_asked_for(open_cache):
@@ -165,7 +186,7 @@ def test_the_size_cap_is_an_error_before_anything_is_computed(open_cache, tmp_pa
     with pytest.raises(InputError) as caught:
         open_cache(max_gb=1e-6)
     met, advice = str(caught.value).splitlines()
-    assert str(tokens * 4 * 64 * 4) in met and "1e-06" in met
+    assert str(tokens * (4 * 64 * 4 + 4)) in met and "1e-06" in met
     assert "data.features.max_gb" in advice and "cache=false" in advice
     assert not (tmp_path / "f").exists()
 
