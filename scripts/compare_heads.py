@@ -5,7 +5,8 @@ python scripts/compare_heads.py configs/hydra.yaml --minutes 10 --json docs/resu
 Makes the data that is missing, trains each kind in a process of its own, then times heads alone and
 merged with n-grams against plain decoding, transformers' generate and n-grams, prompt by prompt in
 one process.  A second run goes on where one was ended.  Beside the JSON: a page with tables and
-plots.  With --temperature the drafts are sampled, and their acceptance is compared with 1 - TV.
+plots.  With --best-minutes the head of the best held-out tau is trained anew for so long and timed
+with them.  With --temperature the drafts are sampled, and their acceptance is compared with 1 - TV.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ def measure(options: argparse.Namespace, variants: list[Variant]) -> dict[str, A
         worth=WORTH,
         config=experiments.given(options),
         minutes=options.minutes,
+        best_minutes=options.best_minutes,
         trained_at_once=options.jobs,
     )
     timed = {k: v for k, v in facts.items() if k not in ("date", "peak_memory_gb")}
@@ -102,18 +105,36 @@ def acceptance(
     }
 
 
+def variants_for(options: argparse.Namespace, minutes: float) -> list[Variant]:
+    """What is compared, each to be trained for `minutes`."""
+    limits = experiments.schedule(minutes)
+    if options.variants is None:
+        return experiments.kinds(options, options.kinds.split(","), limits)
+    named = experiments.read_variants(Path(options.variants), METHODS)
+    return experiments.overridden(options, named, limits)
+
+
+def train(options: argparse.Namespace, lock: int) -> list[Variant]:
+    """Trains what is not trained, and the best once more for longer where that is asked for."""
+    variants = variants_for(options, options.minutes)
+    runs.train_all(variants, lock, options.jobs)
+    if options.best_minutes is not None:
+        taus = [figures(variant)["tau"] for variant in variants]
+        alone = argparse.Namespace(**vars(options) | {"jobs": 1})
+        longer = variants_for(alone, options.best_minutes)[taus.index(max(taus))]
+        variants.append(replace(longer, name=f"{longer.name}-{options.best_minutes:g}min"))
+        runs.train_all(variants[-1:], lock)
+    return variants
+
+
 def run(options: argparse.Namespace) -> int:
     """Trains, times, prints, and writes JSON, page and plots."""
     bench.check_options(options)
     heads_report.check_plots()
-    limits = experiments.schedule(options)
-    if options.variants is None:
-        variants = experiments.kinds(options, options.kinds.split(","), limits)
-    else:
-        named = experiments.read_variants(Path(options.variants), METHODS)
-        variants = experiments.overridden(options, named, limits)
+    for minutes in {options.minutes, options.best_minutes} - {None}:
+        variants_for(options, minutes)  # bad arguments end the command before anything is made
     with runs.workplace(Path(options.output)) as lock:
-        runs.train_all(variants, lock, options.jobs)
+        variants = train(options, lock)
         report = measure(options, variants)
     show(report)
     write(report, options.json)
@@ -126,6 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     cli = argparse.ArgumentParser(prog="compare_heads.py", description=__doc__.splitlines()[0])
     experiments.add_options(cli, "runs/compare")
     cli.add_argument("--kinds", default=",".join(HEADS), help="head kinds, comma separated")
+    cli.add_argument(
+        "--best-minutes", type=float, help="of another training, of what came out best"
+    )
     bench.add_options(cli)
     cli.add_argument("--json", default="docs/results/heads.json", help="write the report here")
     cli.set_defaults(minutes=10.0)

@@ -78,14 +78,13 @@ def given(options: argparse.Namespace) -> str:
     return " ".join([Path(options.config).name, *options.overrides])
 
 
-def schedule(options: argparse.Namespace, steps: int | None = None) -> list[str]:
-    """Overrides for equal minutes or, with `steps`, for equal steps.  Runs are judged by the head
-    of their end: the best of several would favour those that come further.
+def schedule(minutes: float | None, steps: int | None = None) -> list[str]:
+    """Overrides for equal minutes or for equal steps.  Runs are judged by the head of their end:
+    the best of several would favour those that come further.
 
     Raises:
         InputError: a number that is none, or both.
     """
-    minutes = options.minutes
     if (minutes is None) == (steps is None) or min(minutes or 1, steps or 1) <= 0:
         raise InputError(
             f"--minutes is {minutes}, steps are {steps}", "Give one of them, and above 0."

@@ -45,8 +45,8 @@ def write_page(report: dict[str, Any], path: Path) -> None:
         f"From [{path.name}]({path.name}), by scripts/compare_heads.py. Conditions: {facts}.",
         "## Training",
         table(TRAINED, report["heads"]),
-        "Each head had the same minutes of training steps on the same answers (tokens: answer "
-        "tokens that were learned from). tau: tokens a round of a chain, of the head at its end, "
+        "Minutes are of training steps, all on the same answers (tokens: answer tokens that were "
+        "learned from). tau: tokens a round of a chain, of the head at its end, "
         "greedy and sampled at temperature 1, on held-out answers of that temperature where the "
         "data has them; by depth, the probability that the first k drafted tokens are accepted.",
         "## Speed",

@@ -74,10 +74,9 @@ def bounds(options: argparse.Namespace) -> dict[str, list[str]]:
     """
     found = {}
     if options.minutes is not None or options.steps is None:
-        found[f"{options.minutes} minutes"] = experiments.schedule(options)
+        found[f"{options.minutes} minutes"] = experiments.schedule(options.minutes)
     if options.steps is not None:
-        alone = argparse.Namespace(minutes=None)
-        found[f"{options.steps} steps"] = experiments.schedule(alone, options.steps)
+        found[f"{options.steps} steps"] = experiments.schedule(None, options.steps)
     return found
 
 

@@ -5,32 +5,19 @@ import argparse
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import training
-from launch import finish, start, write_config
+from comparisons import place
+from launch import finish, start
 from training import make_config, write_data
 
 from selfdraft.heads.errors import InputError
 from selfdraft.scripts import bench_train, compare_heads, experiments, runs, sweep
-from selfdraft.train import checkpoint
-from selfdraft.train.config import PACKAGE, TrainConfig, load_config
+from selfdraft.train.config import PACKAGE, load_config
 from selfdraft.train.data import load_documents
 
 SCRIPT = PACKAGE / "scripts" / "compare_heads.py"
-PROMPTS = [("why", "the cat sat on"), ("how", "a big red hat ran"), ("why", "in the mat")]
-
-
-def place(folder: Path, **sections) -> list[str]:
-    """Data, prompts and a config; the arguments that name them."""
-    write_data(folder / "data.jsonl")
-    lines = [json.dumps({"category": c, "prompt": p}) + "\n" for c, p in PROMPTS]
-    (folder / "prompts.jsonl").write_text("".join(lines))
-    write_config(folder / "run.yaml", make_config(folder, **sections))
-    named = {"--prompts": folder / "prompts.jsonl", "--output": folder / "all"}
-    named |= {"--json": folder / "results" / "heads.json", "--max-new-tokens": 12}
-    return [str(folder / "run.yaml"), *(str(part) for pair in named.items() for part in pair)]
 
 
 # -- the whole command ---------------------------------------------------------------------------
@@ -105,6 +92,27 @@ def test_sampled_drafts_are_accepted_as_often_as_their_laws_say(compared):
     for entry in report["acceptance"]:
         assert entry["judged"][0] > 5 and 0 < entry["one_minus_tv"][0] <= 1
     assert "1 - TV" in target.with_suffix(".md").read_text()
+
+
+def test_the_best_head_is_trained_for_longer(compared):
+    folder, arguments = compared
+    target = folder / "results" / "best.json"
+    more = ["--best-minutes", "0.01", "--json", str(target)]
+    assert compare_heads.main([*arguments, *more]) == 0
+    report = json.loads(target.read_text())
+    *kinds, longer = report["heads"]
+    best = max(kinds, key=lambda head: head["tau"])
+    assert [head["name"] for head in kinds] == ["medusa", "hydra"]
+    assert (longer["name"], longer["kind"]) == (f"{best['name']}-0.01min", best["kind"])
+    assert longer["minutes"] >= 0.01 > best["minutes"] and longer["steps"] > best["steps"]
+    rows = {row["name"]: row for row in report["rows"]}
+    assert (
+        rows[longer["name"]]["identical"] == rows[f"{longer['name']}+ngram"]["identical"] == "3/3"
+    )
+    assert (
+        f"| {longer['name']}+ngram | {longer['parameters']:,} |"
+        in target.with_suffix(".md").read_text()
+    )
 
 
 def test_one_command_at_a_time_works_in_a_folder(compared, capsys):
@@ -188,6 +196,17 @@ def test_bad_variants_are_two_lines(tmp_path, text):
     assert len(str(caught.value).splitlines()) == 2
 
 
+def test_held_out_rows_are_the_same_cache_for_every_seed(tmp_path):
+    """So that the runs of a sweep share it."""
+    config, target = make_config(tmp_path), training.make_target()
+    rows = [
+        {d.row for d in found.train + found.held_out}
+        for seed in (0, 1)
+        for found in [load_documents(config.model_copy(update={"seed": seed}), target)]
+    ]
+    assert rows[0] == rows[1] == set(range(1, 21))
+
+
 @pytest.mark.parametrize("command", [compare_heads, sweep, bench_train])
 def test_overrides_may_follow_options(tmp_path, capsys, command):
     """And one of them may ask for nothing to be held out, which leaves nothing to compare."""
@@ -209,6 +228,7 @@ def test_overrides_may_follow_options(tmp_path, capsys, command):
     [
         ["--kinds", "hydro"],
         ["--minutes", "0"],
+        ["--best-minutes", "0"],
         ["--limit", "0"],
         ["--temperature", "nan"],
         ["--prompts", "no.jsonl"],
@@ -218,70 +238,3 @@ def test_bad_arguments_are_two_lines_and_nothing_is_made(tmp_path, capsys, more)
     assert compare_heads.main([*place(tmp_path), *more]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert not list(tmp_path.glob("all/*"))
-
-
-# -- sweeps --------------------------------------------------------------------------------------
-
-
-def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
-    """Two seeds; trained in this process, to save time."""
-    made: list[TrainConfig] = []
-
-    def start_here(variant, lock, jobs):
-        made.append(variant.config)
-        training.train(variant.config)
-        return SimpleNamespace(poll=lambda: 0, returncode=0)
-
-    monkeypatch.setattr(runs, "start", start_here)
-    arguments = [*place(tmp_path), "--steps", "4", "--seeds", "0,1"]
-    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}\nwide: {head.width: 256}\n")
-    arguments += ["--variants", str(tmp_path / "v.yaml")]
-    assert sweep.main(arguments) == 0
-    assert [c.seed for c in made] == [0, 0, 0, 1, 1, 1]
-    assert {c.schedule.steps for c in made} == {4} and len({c.output_dir for c in made}) == 6
-    report = json.loads((tmp_path / "results" / "heads.json").read_text())
-    base, tv, wide = report["rows"]
-    assert base["gain"] == base["gain_se"] == 0 and tv["sets"] == {"head.loss": "tv"}
-    gains = [a["tau"] - b["tau"] for a, b in zip(tv["runs"], base["runs"], strict=True)]
-    assert tv["gain"] == pytest.approx(sum(gains) / 2)
-    assert tv["gain_se"] == pytest.approx(abs(gains[0] - gains[1]) / 2)
-    assert {entry["trained"] for entry in report["rows"]} == {"4 steps"}
-    assert wide["parameters"] > base["parameters"] and wide["draft_ms"] > 0
-    assert "| wide |" in capsys.readouterr().out
-    assert "| wide |" in (tmp_path / "results" / "heads.md").read_text()
-    assert sweep.main(arguments) == 0 and len(made) == 6
-    assert sweep.main([*arguments, "--minutes", "0.002"]) == 0 and len(made) == 12
-    assert {c.schedule.minutes for c in made[6:]} == {0.002}
-    report = json.loads((tmp_path / "results" / "heads.json").read_text())
-    assert [entry["trained"] for entry in report["rows"]] == ["0.002 minutes"] * 3 + ["4 steps"] * 3
-    assert report["rows"][3] == base | {"draft_ms": report["rows"][3]["draft_ms"]}
-
-
-def test_trainings_run_side_by_side_and_one_that_fails_ends_the_others(tmp_path, capfd):
-    """The one that goes on has saved its step."""
-    (tmp_path / "v.yaml").write_text("broken: {optim.lr: 1.0e+38, optim.clip: 1.0e+38}\n")
-    arguments = [*place(tmp_path, schedule={"eval_every": 5}), "--seeds", "0", "--minutes", "20"]
-    arguments += ["--variants", str(tmp_path / "v.yaml")]
-    assert sweep.main([*arguments, "--jobs", "0"]) == 2 and "--jobs is 0" in capfd.readouterr().err
-    assert sweep.main([*arguments, "--jobs", "2"]) == 2
-    shown = capfd.readouterr()
-    assert "[1/2] base" in shown.out and "training broken ended with exit code" in shown.err
-    (base,) = (tmp_path / "all").glob("base-*/checkpoints")
-    assert checkpoint.latest(base.parent) is not None
-
-
-def test_held_out_rows_are_the_same_cache_for_every_seed(tmp_path):
-    """So that the runs of a sweep share it."""
-    config, target = make_config(tmp_path), training.make_target()
-    rows = [
-        {d.row for d in found.train + found.held_out}
-        for seed in (0, 1)
-        for found in [load_documents(config.model_copy(update={"seed": seed}), target)]
-    ]
-    assert rows[0] == rows[1] == set(range(1, 21))
-
-
-def test_a_signal_that_comes_when_all_is_trained_ends_the_command_too():
-    with pytest.raises(SystemExit) as caught:
-        runs._wait([], 0, [15])
-    assert caught.value.code == 143

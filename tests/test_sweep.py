@@ -1,0 +1,65 @@
+"""Variants of a config with several seeds: what each gains, and how their trainings run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import training
+from comparisons import place
+
+from selfdraft.scripts import runs, sweep
+from selfdraft.train import checkpoint
+from selfdraft.train.config import TrainConfig
+
+
+def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
+    """Two seeds; trained in this process, to save time."""
+    made: list[TrainConfig] = []
+
+    def start_here(variant, lock, jobs):
+        made.append(variant.config)
+        training.train(variant.config)
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(runs, "start", start_here)
+    arguments = [*place(tmp_path), "--steps", "4", "--seeds", "0,1"]
+    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}\nwide: {head.width: 256}\n")
+    arguments += ["--variants", str(tmp_path / "v.yaml")]
+    assert sweep.main(arguments) == 0
+    assert [c.seed for c in made] == [0, 0, 0, 1, 1, 1]
+    assert {c.schedule.steps for c in made} == {4} and len({c.output_dir for c in made}) == 6
+    report = json.loads((tmp_path / "results" / "heads.json").read_text())
+    base, tv, wide = report["rows"]
+    assert base["gain"] == base["gain_se"] == 0 and tv["sets"] == {"head.loss": "tv"}
+    gains = [a["tau"] - b["tau"] for a, b in zip(tv["runs"], base["runs"], strict=True)]
+    assert tv["gain"] == pytest.approx(sum(gains) / 2)
+    assert tv["gain_se"] == pytest.approx(abs(gains[0] - gains[1]) / 2)
+    assert {entry["trained"] for entry in report["rows"]} == {"4 steps"}
+    assert wide["parameters"] > base["parameters"] and wide["draft_ms"] > 0
+    assert "| wide |" in capsys.readouterr().out
+    assert "| wide |" in (tmp_path / "results" / "heads.md").read_text()
+    assert sweep.main(arguments) == 0 and len(made) == 6
+    assert sweep.main([*arguments, "--minutes", "0.002"]) == 0 and len(made) == 12
+    assert {c.schedule.minutes for c in made[6:]} == {0.002}
+    report = json.loads((tmp_path / "results" / "heads.json").read_text())
+    assert [entry["trained"] for entry in report["rows"]] == ["0.002 minutes"] * 3 + ["4 steps"] * 3
+    assert report["rows"][3] == base | {"draft_ms": report["rows"][3]["draft_ms"]}
+
+
+def test_trainings_run_side_by_side_and_one_that_fails_ends_the_others(tmp_path, capfd):
+    """The one that goes on has saved its step."""
+    (tmp_path / "v.yaml").write_text("broken: {optim.lr: 1.0e+38, optim.clip: 1.0e+38}\n")
+    arguments = [*place(tmp_path, schedule={"eval_every": 5}), "--seeds", "0", "--minutes", "20"]
+    arguments += ["--variants", str(tmp_path / "v.yaml")]
+    assert sweep.main([*arguments, "--jobs", "0"]) == 2 and "--jobs is 0" in capfd.readouterr().err
+    assert sweep.main([*arguments, "--jobs", "2"]) == 2
+    shown = capfd.readouterr()
+    assert "[1/2] base" in shown.out and "training broken ended with exit code" in shown.err
+    (base,) = (tmp_path / "all").glob("base-*/checkpoints")
+    assert checkpoint.latest(base.parent) is not None
+
+
+def test_a_signal_that_comes_when_all_is_trained_ends_the_command_too():
+    with pytest.raises(SystemExit) as caught:
+        runs._wait([], 0, [15])
+    assert caught.value.code == 143
