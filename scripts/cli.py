@@ -15,6 +15,7 @@ from selfdraft.heads.errors import InputError, exit_code, nearest
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
+    "write-prompts": "let a config's target write prompts",
     "prepare-data": "let the target answer a config's prompts",
     "show-mask": "show which tokens of a config's data are trained on",
     "train": "train heads by a config",

@@ -17,6 +17,7 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.train.chat import masked_chat
 from selfdraft.train.formats import Conversation
+from selfdraft.train.prompts import Writer
 
 pytestmark = [
     pytest.mark.real,
@@ -105,3 +106,10 @@ def test_the_targets_identity(target: TargetModel) -> None:
     text = target.tokenizer.decode(target.chat_ids([{"role": "user", "content": "Hi"}]))
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert text.count("<|im_start|>system") == 1
+
+
+def test_it_writes_prompts_for_itself(target: TargetModel) -> None:
+    texts = Writer(target, 48, 1.0, 0.95)(list(range(8)))
+    whole = [text for text in texts if text is not None]
+    assert len(whole) >= 4 and len({*whole}) == len(whole)
+    assert all(text == text.strip() and "<|im_" not in text for text in whole)

@@ -49,8 +49,10 @@ def check_settings(path: Path, made_with: dict[str, Any] | None, wanted: dict[st
     advice = f"Remove {path} to answer anew, or set data.file to another name."
     if made_with is None:
         raise InputError(f"{path} exists and was not made by this command", advice)
-    entries = len(made_with.get("answers") or [])
-    for name, value in (wanted | {"answers": wanted["answers"][:entries]}).items():
+    if "answers" in wanted:
+        entries = len(made_with.get("answers") or [])
+        wanted = wanted | {"answers": wanted["answers"][:entries]}
+    for name, value in wanted.items():
         if made_with.get(name) != value:
             raise InputError(
                 f"{path} was made with other {name}: {made_with.get(name)}, now {value}", advice
