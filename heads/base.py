@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .config import HeadConfig as HeadConfig
 from .draft import Draft, Plan
 from .losses import distil, loss_rows
-from .objectives import objective
+from .objectives import known_normalisers, objective
 from .protocols import Features, Noise, Sampling, State
 from .readout import LowRank, Prior
 from .spec import TargetSpec, TargetWeights
@@ -134,7 +134,6 @@ class Head(nn.Module):
         rows = loss_rows(batch, self.config.depth)
         states, ids = self.unroll(batch, features, rows), batch["ids"].flatten()
         (read, weights), config = self._readout(states, rows, ids), self.config
-        log_z = features.get("log_z")
         sums = distil(
             objective(config.loss, config.lk_eta),
             read,
@@ -145,7 +144,7 @@ class Head(nn.Module):
             weights=weights,
             draft_ids=self.draft_ids,
             project_all=self.spec.projector(None, False),
-            log_z=None if log_z is None else log_z.flatten(),
+            log_z=known_normalisers(features),
             weighting=Weighting(config.reach, config.on_policy),
         )
         extra = self.extra_loss(states, rows, features)

@@ -179,7 +179,7 @@ def distil(
             what `project` makes of the others, if any; None: `project` reads all.
         draft_ids: of the draft vocabulary, sorted; None for all.
         project_all: to logits over all ids; beside `draft_ids`, no acceptance without it.
-        log_z: log sum exp of these logits at every position, flat, where it is known.
+        log_z: of these logits at every position, flat, where it is known: see `normalisers`.
         weighting: of the rows' losses; top1, prefix, accepted and chance count all rows alike.
     Returns:
         loss, top1, prefix [K]: see `Head.forward`; in evaluation, or where the objective needs it,

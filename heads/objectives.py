@@ -40,7 +40,7 @@ class TargetLaws:
         teachers_U: the positions that are looked at.
         project: to draft-vocabulary logits.
         project_all: to logits over all ids; None where `project` gives these.
-        log_z: log sum_v exp(logit_v) over all ids at every position [..], where it is known.
+        log_z: see `normalisers`, at every position [..]; None where it is to be computed.
     """
 
     def __init__(
@@ -52,9 +52,7 @@ class TargetLaws:
         log_z: Tensor | None = None,
     ) -> None:
         self.hidden, self.teachers_U = hidden, teachers_U
-        self.project, self.project_all = project, project_all
-        if log_z is not None:
-            self.log_z = log_z
+        self.project, self.project_all, self._known = project, project_all, log_z
 
     @torch.no_grad()
     def log_p(self, teacher_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,8 +65,10 @@ class TargetLaws:
 
     @cached_property
     def log_z(self) -> Tensor:
-        """The argument.  Where it is not known it costs the whole lm_head at every position of
-        `teachers_U`, so it is computed when first asked for, and once."""
+        """[..] log sum_v exp(logit_v) over all ids.  Where it is not known it costs the whole
+        lm_head at every position of `teachers_U`, so it is computed when asked for, and once."""
+        if self._known is not None:
+            return self._known
         assert self.project_all is not None, "the draft vocabulary has all ids"
         return normalisers(self.hidden, self.teachers_U, self.project_all)
 
@@ -83,6 +83,18 @@ def normalisers(hidden: Tensor, rows_U: Tensor, project_all: Project) -> Tensor:
         for at in rows_U.split(max(1, 2 * CHUNK // width)):
             log_z[at] = wide(project_all(hidden[at])).logsumexp(-1)
     return log_z
+
+
+def known_normalisers(features: Mapping[str, Tensor]) -> Tensor | None:
+    """`log_z` of `Features`, flat; None where it is missing or does not fit the logits that are
+    computed here: autocast to another dtype than the states' rounds these otherwise, and what wraps
+    a head (FSDP2) may have rounded `log_z` itself."""
+    hidden, log_z = features["hidden"], features.get("log_z")
+    if log_z is None or log_z.dtype.itemsize < torch.float32.itemsize:
+        return None
+    kind = hidden.device.type
+    recast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != hidden.dtype
+    return None if recast else log_z.flatten()
 
 
 class Laws:

@@ -15,8 +15,8 @@ from .draft import Draft, Plan
 
 Features = dict[str, Tensor]
 """`hidden` [B, T, D] after the target's final norm and, where a head asks for them, `taps`
-[B, T, K, D].  Training may add `log_z` [B, T] float32, log sum exp of the target's logits over all
-ids, at the positions whose next token was generated."""
+[B, T, K, D].  Training may add `log_z` [B, T], at least float32: log sum exp of the target's
+logits over all ids, at the positions whose next token was generated."""
 
 
 class Purpose(IntEnum):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from selfdraft.heads import HEADS, Head
-from selfdraft.heads.errors import exit_code
+from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.heads.protocols import Drafter
 from selfdraft.inference.assembly import WORTH, build_drafter, default_plan
 from selfdraft.inference.drafters import Merged
@@ -105,36 +105,46 @@ def acceptance(
     }
 
 
-def variants_for(options: argparse.Namespace, minutes: float) -> list[Variant]:
-    """What is compared, each to be trained for `minutes`."""
-    limits = experiments.schedule(minutes)
+def variants_for(options: argparse.Namespace, limits: list[str]) -> list[Variant]:
+    """What is compared, each within `limits`."""
     if options.variants is None:
         return experiments.kinds(options, options.kinds.split(","), limits)
     named = experiments.read_variants(Path(options.variants), METHODS)
     return experiments.overridden(options, named, limits)
 
 
-def train(options: argparse.Namespace, lock: int) -> list[Variant]:
-    """Trains what is not trained, and the best once more for longer where that is asked for."""
-    variants = variants_for(options, options.minutes)
-    runs.train_all(variants, lock, options.jobs)
-    if options.best_minutes is not None:
-        taus = [figures(variant)["tau"] for variant in variants]
-        alone = argparse.Namespace(**vars(options) | {"jobs": 1})
-        longer = variants_for(alone, options.best_minutes)[taus.index(max(taus))]
-        variants.append(replace(longer, name=f"{longer.name}-{options.best_minutes:g}min"))
-        runs.train_all(variants[-1:], lock)
-    return variants
+def longer(options: argparse.Namespace) -> list[Variant]:
+    """The same, each for --best-minutes and trained alone; none where that is not asked for.
+
+    Raises:
+        InputError: no more minutes than --minutes.
+    """
+    minutes = options.best_minutes
+    if minutes is None:
+        return []
+    limits = experiments.schedule(minutes, option="--best-minutes")
+    if minutes <= options.minutes:
+        raise InputError(
+            f"--best-minutes is {minutes}, --minutes {options.minutes}", "Give it more of them."
+        )
+    alone = argparse.Namespace(**vars(options) | {"jobs": 1})
+    return [replace(v, name=f"{v.name}-{minutes:g}min") for v in variants_for(alone, limits)]
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains, times, prints, and writes JSON, page and plots."""
     bench.check_options(options)
     heads_report.check_plots()
-    for minutes in {options.minutes, options.best_minutes} - {None}:
-        variants_for(options, minutes)  # bad arguments end the command before anything is made
+    variants = variants_for(options, experiments.schedule(options.minutes))
+    further = longer(options)
+    if twice := {v.name for v in variants} & {v.name for v in further}:
+        raise InputError(f"{twice.pop()} would name two heads", "Name that variant otherwise.")
     with runs.workplace(Path(options.output)) as lock:
-        variants = train(options, lock)
+        runs.train_all(variants, lock, options.jobs)
+        if further:
+            taus = [figures(variant)["tau"] for variant in variants]
+            variants.append(further[taus.index(max(taus))])
+            runs.train_all(variants[-1:], lock)
         report = measure(options, variants)
     show(report)
     write(report, options.json)

@@ -78,16 +78,20 @@ def given(options: argparse.Namespace) -> str:
     return " ".join([Path(options.config).name, *options.overrides])
 
 
-def schedule(minutes: float | None, steps: int | None = None) -> list[str]:
+def schedule(
+    minutes: float | None, steps: int | None = None, option: str = "--minutes"
+) -> list[str]:
     """Overrides for equal minutes or for equal steps.  Runs are judged by the head of their end:
     the best of several would favour those that come further.
 
+    Args:
+        option: what `minutes` was given as.
     Raises:
         InputError: a number that is none, or both.
     """
     if (minutes is None) == (steps is None) or min(minutes or 1, steps or 1) <= 0:
         raise InputError(
-            f"--minutes is {minutes}, steps are {steps}", "Give one of them, and above 0."
+            f"{option} is {minutes}, steps are {steps}", "Give one of them, and above 0."
         )
     shown = "null" if minutes is None else minutes
     found = {"steps": steps or MANY, "minutes": shown, "patience": "null", "eval_every": MANY}

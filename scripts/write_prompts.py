@@ -7,7 +7,7 @@ second run goes on where one was ended.
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """
     for name in ("count", "max_tokens", "batch_size", "temperature", "top_p"):
         value = getattr(options, name)
-        most = 1.0 if name == "top_p" else math.inf
+        most = 1.0 if name == "top_p" else sys.float_info.max
         if not 0 < value <= most:
             shown = f"--{name.replace('_', '-')} is {value}"
             raise InputError(shown, "Give more than 0" + (", at most 1." if most == 1 else "."))
@@ -34,18 +34,11 @@ def run(options: argparse.Namespace) -> int:
     with locked(path, "Give another --output.", file=True):
         target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
         law = {n: getattr(options, n) for n in ("max_tokens", "temperature", "top_p")}
+        law |= {"seed": config.seed}
         writer, begin = Writer(target, **law), time.perf_counter()
-        drawn = write_prompts(
-            target,
-            path,
-            options.count,
-            config.seed,
-            options.batch_size,
-            writer,
-            {**law, "seed": config.seed},
-        )
+        count, drawn = write_prompts(target, path, options.count, options.batch_size, writer, law)
     seconds = time.perf_counter() - begin
-    print(f"{path}: {options.count} prompts; {drawn} draws in {seconds:.0f} s")
+    print(f"{path}: {count} prompts; {drawn} draws in {seconds:.0f} s")
     return 0
 
 

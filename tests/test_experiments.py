@@ -228,7 +228,8 @@ def test_overrides_may_follow_options(tmp_path, capsys, command):
     [
         ["--kinds", "hydro"],
         ["--minutes", "0"],
-        ["--best-minutes", "0"],
+        ["--best-minutes", "-1"],
+        ["--best-minutes", "10", "--minutes", "10"],
         ["--limit", "0"],
         ["--temperature", "nan"],
         ["--prompts", "no.jsonl"],
@@ -236,5 +237,6 @@ def test_overrides_may_follow_options(tmp_path, capsys, command):
 )
 def test_bad_arguments_are_two_lines_and_nothing_is_made(tmp_path, capsys, more):
     assert compare_heads.main([*place(tmp_path), *more]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
+    met, _ = capsys.readouterr().err.splitlines()
+    assert more[0] in met or more[1] in met
     assert not list(tmp_path.glob("all/*"))

@@ -123,7 +123,7 @@ def open_answers(config: TrainConfig, target: TargetModel, prompts: list[Convers
     }
     done: set[int] = set()
     if path.exists() and path.stat().st_size:
-        check_settings(path, read_meta(path, target), settings)
+        check_settings(path, read_meta(path, target), settings, "set data.file to another name")
         if whole_lines(path):
             seeds = (row.get("seed") for _, row in read_rows(path, Counter()))
             done = {seed for seed in seeds if type(seed) is int}

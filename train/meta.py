@@ -40,13 +40,17 @@ def read_meta(path: Path, target: TargetModel) -> dict[str, Any] | None:
     return settings
 
 
-def check_settings(path: Path, made_with: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
+def check_settings(
+    path: Path, made_with: dict[str, Any] | None, wanted: dict[str, Any], elsewhere: str
+) -> None:
     """May `path` be appended to?  Entries may have been added at the end of `answers`.
 
+    Args:
+        elsewhere: what the user may do but remove the file.
     Raises:
         InputError: naming the setting that differs.
     """
-    advice = f"Remove {path} to answer anew, or set data.file to another name."
+    advice = f"Remove {path} to begin anew, or {elsewhere}."
     if made_with is None:
         raise InputError(f"{path} exists and was not made by this command", advice)
     if "answers" in wanted:

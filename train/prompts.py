@@ -8,6 +8,7 @@ on with a question of the kind that it was tuned on.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,31 +18,36 @@ from tqdm import tqdm
 from ..heads.errors import InputError
 from ..inference.speculator import Speculator
 from ..inference.target import TargetModel
+from .chat import chat_ids
+from .formats import Conversation
 from .meta import check_settings, read_meta, write_meta
-from .reading import whole_lines
+from .reading import RowError, read_rows, whole_lines
 
 DRAWS_A_PROMPT = 8
 """So many draws for each prompt that is wanted; then the target is given up."""
 
 Draw = Callable[[list[int]], list[str | None]]
-"""seeds -> a text each; None where it is no prompt."""
+"""numbers of draws -> a text each; None where it is no prompt."""
 
 
 def turn_opening(target: TargetModel) -> list[int]:
     """Ids that stand before a user's first words.
 
     Raises:
-        InputError: the template does not close a user's turn with a token that ends a generation,
-            so that the end of a prompt would not be seen.
+        InputError: the template refuses a lone user, or does not close the turn with a token that
+            ends a generation, so that the end of a prompt would not be seen.
     """
-    one, other = (
-        target.chat_ids([{"role": "user", "content": text}], False) for text in ("A b c", "Why so")
-    )
+    advice = "It cannot write prompts; name a file of prompts in data.prompts."
+    turns = ([{"role": "user", "content": text}] for text in ("A b c", "Why so"))
+    try:
+        one, other = (chat_ids(Conversation(turn, []), target, prompt=False) for turn in turns)
+    except RowError as error:
+        raise InputError(str(error), advice) from None
     start, tail = _alike(one, other), _alike(one[::-1], other[::-1])
     if not start or not tail or one[-tail] not in target.eos_ids:
         raise InputError(
             "the target's chat template does not close a user's turn with an end-of-turn token",
-            "It cannot write prompts; name a file of prompts in data.prompts.",
+            advice,
         )
     return one[:start]
 
@@ -50,25 +56,31 @@ class Writer:
     """A `Draw` of the target."""
 
     def __init__(
-        self, target: TargetModel, max_tokens: int, temperature: float, top_p: float
+        self, target: TargetModel, max_tokens: int, temperature: float, top_p: float, seed: int = 0
     ) -> None:
-        self.opening, self.max_tokens = turn_opening(target), max_tokens
+        self.opening, self.max_tokens, self.seed = turn_opening(target), max_tokens, seed
         self.law: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_p": top_p}
         self.speculator = Speculator.from_pretrained(target=target, drafter="none")
+        known = target.tokenizer.added_tokens_decoder
+        self.marks = {number for number, token in known.items() if token.special}
 
-    def __call__(self, seeds: list[int]) -> list[str | None]:
-        """See `Draw`: a turn that is not closed within the tokens, or has no word, is none."""
+    def __call__(self, numbers: list[int]) -> list[str | None]:
+        """See `Draw`: a turn that is not closed within the tokens, opens another one or has no word
+        is none."""
         found = self.speculator.generate(
-            [self.opening] * len(seeds),
-            seed=seeds,
-            batch_size=len(seeds),
+            [self.opening] * len(numbers),
+            seed=[(self.seed << 32) + number for number in numbers],
+            batch_size=len(numbers),
             max_new_tokens=self.max_tokens,
             **self.law,
         )
-        ends = zip(found.texts, found.finish_reasons, strict=True)
         return [
-            text.strip() if end == "eos" and any(c.isalpha() for c in text) else None
-            for text, end in ends
+            text.strip()
+            if end == "eos" and not self.marks & {*ids[:-1]} and any(c.isalpha() for c in text)
+            else None
+            for text, ids, end in zip(
+                found.texts, found.token_ids, found.finish_reasons, strict=True
+            )
         ]
 
 
@@ -76,51 +88,54 @@ def write_prompts(
     target: TargetModel,
     path: Path,
     count: int,
-    seed: int,
     batch_size: int,
     draw: Draw,
     settings: dict[str, Any],
-) -> int:
+) -> tuple[int, int]:
     """Brings `path` to `count` prompts, no two alike; one that was begun is gone on with.
 
+    Args:
+        settings: of `draw`, which are kept beside the file.
     Returns:
-        number of draws.
+        the number of prompts that it has, and of draws.
     Raises:
         InputError: the file was made by other means, or the target writes too few.
     """
-    known, following = _open(target, path, seed, settings)
+    known, following = _open(target, path, settings)
     drawn, wanted = 0, count - len(known)
-    with tqdm(total=count, initial=len(known), desc="prompts") as bar, path.open("a") as file:
+    bar = tqdm(total=max(count, len(known)), initial=len(known), desc="prompts")
+    with bar, path.open("a", encoding="utf-8") as file:
         while len(known) < count:
             if drawn >= DRAWS_A_PROMPT * wanted:
                 raise InputError(
                     f"only {len(known)} of {count} prompts came of {drawn} draws; {path} has them",
-                    "Raise --max-tokens, or lower --temperature.",
+                    "Use these, or draw more tokens or at a lower temperature to another file.",
                 )
-            seeds = list(range(following, following + batch_size))
+            numbers = list(range(following, following + batch_size))
             following, drawn = following + batch_size, drawn + batch_size
             rows = []
-            for number, text in zip(seeds, draw(seeds), strict=True):
+            for number, text in zip(numbers, draw(numbers), strict=True):
                 if text is not None and text.casefold() not in known and len(known) < count:
                     known.add(text.casefold())
-                    rows.append({"prompt": text, "seed": number})
+                    rows.append({"prompt": text, "draw": number})
             file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             file.flush()
             bar.update(len(rows))
-    return drawn
+    return len(known), drawn
 
 
-def _open(
-    target: TargetModel, path: Path, seed: int, settings: dict[str, Any]
-) -> tuple[set[str], int]:
-    """The prompts that `path` has, and the seed of the next draw."""
-    known, following = set[str](), seed
+def _open(target: TargetModel, path: Path, settings: dict[str, Any]) -> tuple[set[str], int]:
+    """The prompts that `path` has, and the number of the next draw."""
+    known, following = set[str](), 0
     if path.exists() and path.stat().st_size:
-        check_settings(path, read_meta(path, target), settings)
+        check_settings(path, read_meta(path, target), settings, "give another --output")
         if whole_lines(path):
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            known = {row["prompt"].casefold() for row in rows}
-            following = rows[-1]["seed"] + 1
+            for number, row in read_rows(path, Counter()):
+                if not (isinstance(row.get("prompt"), str) and type(row.get("draw")) is int):
+                    reason = f"{path}, line {number} has no prompt or not the number of its draw"
+                    raise InputError(reason, "Give another --output; this file was changed.")
+                known.add(row["prompt"].casefold())
+                following = max(following, row["draw"] + 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_meta(path, target, settings)
     return known, following

@@ -5,9 +5,12 @@ import threading
 
 import pytest
 import torch
+from fixtures import make_head
 from training import LLAMA, documents, make_target
 
+from selfdraft.heads import HEADS
 from selfdraft.heads.errors import InputError
+from selfdraft.heads.objectives import known_normalisers
 from selfdraft.inference.target import TargetModel
 from selfdraft.train import caches, distill
 from selfdraft.train.distill import FeatureCache
@@ -76,6 +79,37 @@ def test_normalisers_are_those_of_the_states_that_training_reads(open_cache, tar
         taught[b, : len(row.ids) - 1] = torch.tensor(row.loss_mask[1:])
     assert taught.any() and not taught.all()
     torch.testing.assert_close(found["log_z"], torch.where(taught, exact, 0), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("pack", [None, 64])
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_heads_learn_the_same_with_known_normalisers(tmp_path, target, kind, pack):
+    """Where none is stored none is read."""
+    head = make_head(
+        kind, target.spec, taps=[1], draft_ids=list(range(0, target.spec.vocab_size, 3))
+    )
+    head.config = head.config.model_copy(update={"loss": {"tv": 1.0, "accepted_length": 1.0}})
+    rows = documents(LENGTHS)
+    cache = FeatureCache(tmp_path, target, rows, [1], FeaturesConfig(dtype="float32"), pack=pack)
+    cache.prepare()
+    batch, features = cache.collate(rows), cache.get(rows)
+    features["log_z"][features["log_z"] == 0] = torch.nan
+    known = head(batch, features)
+    computed = head(batch, {name: features[name] for name in ("hidden", "taps")})
+    torch.testing.assert_close(known, computed, atol=1e-4, rtol=1e-5)
+    assert known["accepted"][0] > 0
+
+
+def test_normalisers_fit_the_logits_or_are_not_used():
+    """Autocast rounds logits of float32 states, and so would have rounded their normaliser."""
+    features = {"hidden": torch.zeros(1, 3, 8), "log_z": torch.ones(1, 3)}
+    assert torch.equal(known_normalisers(features), torch.ones(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert known_normalisers(features) is None
+        half = features | {"hidden": features["hidden"].bfloat16()}
+        assert torch.equal(known_normalisers(half), torch.ones(3))
+    assert known_normalisers(features | {"log_z": torch.ones(1, 3).bfloat16()}) is None
+    assert known_normalisers({"hidden": features["hidden"]}) is None
 
 
 def test_normalisers_of_a_bf16_target_stay_in_float32(tmp_path):
