@@ -200,6 +200,7 @@ TERMS: dict[str, Term] = {
     "lk": lk,
     "lk_hybrid": lk_hybrid,
 }
+ACCEPTANCES = {"tv", "lk", "lk_hybrid"}
 ACCEPTED = "accepted_length"
 """The term that couples the depths of a row; its sums are in `losses.accepted_sums`."""
 
@@ -217,6 +218,11 @@ class Objective:
     weights: Mapping[str, float]
     accepted: float = 0.0
     lk_eta: float = 3.0
+
+    @property
+    def is_acceptance(self) -> bool:
+        """Does it read p as it is, and not only renormalised on the draft vocabulary?"""
+        return self.accepted > 0 or not ACCEPTANCES.isdisjoint(self.weights)
 
     def rows(self, laws: Laws) -> Tensor:
         """[M] the loss of each row but for the accepted length."""

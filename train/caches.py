@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..heads.checkpoint import sha256
 from ..inference.target import TargetModel
+from .chunks import read_index
 from .packing import Document, digest
 
-INDEX, FORMAT = "index.json", 2
+FORMAT = 1
 
 
 def fingerprint(
@@ -66,27 +66,3 @@ def _below(root: Path) -> dict[Path, dict[str, Any]]:
     folders = [root, *sorted(root.glob("cache-*"))]
     found = {folder: read_index(folder) for folder in folders}
     return {folder: index for folder, index in found.items() if index is not None}
-
-
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """index.json of a cache: `fingerprint`, `chunks` (checksums by name), `complete`.  None where
-    there is none, or no whole one."""
-    try:
-        index = json.loads((folder / INDEX).read_text())
-        dicts = all(isinstance(index[name], dict) for name in ("fingerprint", "chunks"))
-        return index if dicts and "complete" in index else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def chunk_name(number: int) -> str:
-    """Of a cache's file."""
-    return f"chunk-{number:05d}.safetensors"
-
-
-def is_whole(path: Path, checksum: str) -> bool:
-    """Is the file there, with this checksum?"""
-    try:
-        return sha256(path) == checksum
-    except OSError:
-        return False

@@ -1,15 +1,13 @@
 """The target's features on disk.
 
 The states of all documents are computed once, in chunks whose composition depends on the documents
-alone: taken from what was recorded while the target answered, computed where nothing was.  A chunk
-that is missing or damaged is made again as a whole, so what a run reads does not depend on where
-earlier ones were interrupted.  Features are kept by document, however batches are packed.
+alone: taken from what was recorded while the target answered, computed where nothing was.  So what
+a run reads does not depend on where earlier ones were interrupted.  Features are kept by document,
+however batches are packed.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -17,22 +15,18 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..heads import InputError
-from ..heads.checkpoint import replace_file, sha256
-from ..heads.objectives import normalisers
+from ..heads.objectives import normalisers, objective
 from ..heads.protocols import Features
 from ..inference.embeddings import REFILL, TargetEnds
 from ..inference.target import TargetModel
 from . import caches
-from .caches import INDEX, chunk_name, is_whole, read_index
+from .chunks import Chunks, read_index
 from .config import TrainConfig
 from .data import Documents
 from .features import FeatureSource, OnlineFeatures, compute
-from .locks import InUse, locked
 from .packing import Document
 from .recording import RecordedStates
 from .rounding import bytes_a_state, decode
@@ -46,11 +40,10 @@ CHUNK_ROWS, CHUNK_TOKENS = 64, 8192
 class FeatureCache(FeatureSource):
     """Features of `documents`, which are told apart by `Document.row`, on disk.
 
-    In the cache's own folder below `root` (see caches.py) chunk-*.safetensors hold the documents'
-    tokens end to end (hidden [tokens, D], taps [tokens, K, D], as `rounding.encode` gives them, and
-    log_z [tokens] of the hidden states as they read back, which spares acceptances the lm_head);
-    index.json holds the fingerprint, each finished chunk's sha256, and whether all are there.  A
-    complete cache of more taps serves fewer.
+    The chunks of its own folder below `root` (see caches.py, chunks.py) hold the documents' tokens
+    end to end: hidden [tokens, D], taps [tokens, K, D], as `rounding.encode` gives them.  Those of
+    log_z/ below it hold log_z [tokens], once a run has asked for it.  A complete cache of more taps
+    serves fewer.
     """
 
     def __init__(
@@ -68,6 +61,8 @@ class FeatureCache(FeatureSource):
         self.chunks = make_chunks(documents)
         wanted = caches.fingerprint(target, documents, taps, config.dtype)
         self.folder, self.fingerprint = caches.serving(root, wanted)
+        self.states = Chunks(self.folder, self.fingerprint, len(self.chunks), "features")
+        self.normalisers: Chunks | None = None
         self.taps: list[int] = self.fingerprint["taps"]
         self.columns = [self.taps.index(tap) for tap in taps]
         self.tokens = sum(len(d.ids) for d in documents)
@@ -78,36 +73,43 @@ class FeatureCache(FeatureSource):
                 self._place[document.row] = number, start, start + len(document.ids)
                 start += len(document.ids)
         assert len(self._place) == len(documents), "two documents of one row"
-        self._open: dict[int, Any] = {}
-        self._reader = ThreadPoolExecutor(1, "features")  # the only one that opens files
+        self._open: dict[Path, Any] = {}
+        self._reader = ThreadPoolExecutor(1, "features")  # alone opens files once all are there
         self._expected: tuple[list[Document], Future[Features]] | None = None
 
     # -- filling ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Makes the cache complete: the first process computes what is missing, the others watch
-        the index, outside of any collective, however long it takes.
+        """Makes the cache complete: one process computes what is missing, others wait for it.
 
         Raises:
             InputError: the features would exceed `max_gb`, or some are missing and the target is
                 not there to compute them.
         """
-        if self._finished():
+        if self.states.finished():
             say(f"features: {self.tokens} tokens read from {self.folder}")
             return
         self._check_size()
         if isinstance(self.target, TargetEnds):
             raise InputError(f"data.features.cache_only is set, but {self._lack()}", REFILL)
-        if is_main():
-            self._fill()
-        else:
-            while not self._finished():
-                time.sleep(0.5)
+        if others := caches.others(self.root, self.fingerprint):
+            say(f"features: other caches stay, delete what no run needs:{others}")
+        self.states.fill(self._compute_chunk)
+        if self.recorded is not None and is_main():
+            self.recorded.remove()
+
+    def prepare_normalisers(self) -> None:
+        """Has `get` give `log_z` too: computed once, from the states as they read back.  Costs the
+        whole lm_head at every taught position, which acceptances would else pay at every visit."""
+        folder, made_from = self.folder / "log_z", {"of": self.folder.name}
+        self.normalisers = Chunks(folder, made_from, len(self.chunks), "normalisers")
+        if not self.normalisers.finished():
+            self.normalisers.fill(self._compute_normalisers)
 
     def bytes_needed(self) -> int:
         """Size of all features on disk."""
-        state = bytes_a_state(self.target.spec.hidden_size, self.config.dtype)
-        return self.tokens * ((1 + len(self.taps)) * state + torch.float32.itemsize)
+        states = self.tokens * (1 + len(self.taps))
+        return states * bytes_a_state(self.target.spec.hidden_size, self.config.dtype)
 
     def _check_size(self) -> None:
         needed, cap = self.bytes_needed(), self.config.max_gb
@@ -121,69 +123,10 @@ class FeatureCache(FeatureSource):
 
     def _lack(self) -> str:
         """Why this cache is not complete, for an error."""
-        index = read_index(self.folder)
-        if index is None:
+        if read_index(self.folder) is None:
             return f"{self.root} holds no features{caches.others(self.root, self.fingerprint)}"
-        whole = sum(is_whole(self.folder / n, s) for n, s in index["chunks"].items())
+        whole = len(self.states.whole())
         return f"{self.folder} has only {whole} of {len(self.chunks)} chunks whole"
-
-    def _fill(self) -> None:
-        """A complete cache is written by nobody, so those who read it need no lock."""
-        if others := caches.others(self.root, self.fingerprint):
-            say(f"features: other caches stay, delete what no run needs:{others}")
-        waiting = False
-        while True:
-            try:
-                with locked(self.folder / INDEX, "Set data.features.folder.", file=True):
-                    return self._compute()
-            except InUse:
-                if not waiting:
-                    say(f"features: another process fills {self.folder}; waiting for it")
-                waiting = True
-                time.sleep(0.5)
-
-    def _compute(self) -> None:
-        done = self._usable()
-        missing = [n for n in range(len(self.chunks)) if chunk_name(n) not in done]
-        self._write_index(done)
-        progress = tqdm(total=len(self.chunks), initial=len(done), desc="features", unit="chunk")
-        for number in missing:
-            path = self.folder / chunk_name(number)
-            tensors = self._compute_chunk(number)
-            replace_file(path, lambda to, tensors=tensors: save_file(tensors, to))
-            done[path.name] = sha256(path)
-            self._write_index(done)
-            progress.update()
-        progress.close()
-        if self.recorded is not None:
-            self.recorded.remove()
-
-    def _usable(self) -> dict[str, str]:
-        """Checksums of the chunks that are whole."""
-        index = read_index(self.folder)
-        if index is None or index["fingerprint"] != self.fingerprint:
-            return {}
-        whole = {n: s for n, s in index["chunks"].items() if is_whole(self.folder / n, s)}
-        if damaged := len(index["chunks"]) - len(whole):
-            say(f"features: {damaged} damaged or missing chunk(s) in {self.folder} are made anew")
-        return whole
-
-    def _finished(self) -> bool:
-        index = read_index(self.folder)
-        return (
-            index is not None
-            and index["fingerprint"] == self.fingerprint
-            and len(index["chunks"]) == len(self.chunks)
-            and all(is_whole(self.folder / n, s) for n, s in index["chunks"].items())
-        )
-
-    def _write_index(self, done: dict[str, str]) -> None:
-        # One that was complete stays so while it is repaired, so that all processes choose it.
-        before = read_index(self.folder) or {"fingerprint": None}
-        known = before["fingerprint"] == self.fingerprint and before["complete"]
-        complete = known or len(done) == len(self.chunks)
-        index = {"fingerprint": self.fingerprint, "complete": complete, "chunks": done}
-        replace_file(self.folder / INDEX, lambda to: Path(to).write_text(json.dumps(index)))
 
     def _compute_chunk(self, number: int) -> dict[str, Tensor]:
         chunk, recorded = self.chunks[number], self.recorded
@@ -196,17 +139,15 @@ class FeatureCache(FeatureSource):
             computed = compute(self.target, missing, self.taps, self.config.dtype)
             known |= {d.row: states for d, states in zip(missing, computed, strict=True)}
         rows = [known[document.row] for document in chunk]
-        states = {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
-        return states | {"log_z": self._log_z(states, chunk)}
+        return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
 
-    def _log_z(self, states: Features, chunk: list[Document]) -> Tensor:
-        """[tokens] see `Features`."""
-        spec = self.target.spec
-        hidden = decode({k: v for k, v in states.items() if k.startswith("hidden")}, spec.dtype)
+    def _compute_normalisers(self, number: int) -> dict[str, Tensor]:
+        spec, chunk = self.target.spec, self.chunks[number]
+        states = [decode(self._read_states(document), spec.dtype) for document in chunk]
+        hidden = torch.cat([row["hidden"] for row in states]).to(spec.device)
         taught = [(*document.loss_mask[1:], False) for document in chunk]
-        rows = torch.tensor(list(chain.from_iterable(taught))).nonzero()[:, 0]
-        whole = hidden["hidden"].to(spec.device)
-        return normalisers(whole, rows.to(spec.device), spec.projector(None, False)).cpu()
+        rows = torch.tensor(list(chain.from_iterable(taught)), device=spec.device).nonzero()[:, 0]
+        return {"log_z": normalisers(hidden, rows, spec.projector(None, False)).cpu()}
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -224,17 +165,27 @@ class FeatureCache(FeatureSource):
         return [self._read(document) for document in documents]
 
     def _read(self, document: Document) -> Features:
-        """Only the rows asked for are read from disk."""
-        number, start, stop = self._place[document.row]
-        if number not in self._open:
-            self._open[number] = safe_open(self.folder / chunk_name(number), framework="pt")
-        file = self._open[number]
-        found = {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
+        found = self._read_states(document)
+        if self.normalisers is not None:
+            found |= self._slices(self.normalisers, document)
+        return found
+
+    def _read_states(self, document: Document) -> Features:
+        found = self._slices(self.states, document)
         if len(self.columns) < len(self.taps):
             taps = {k: v[:, self.columns] for k, v in found.items() if k.startswith("taps")}
             found = {k: v for k, v in found.items() if not k.startswith("taps")}
             found |= taps if self.columns else {}
         return found
+
+    def _slices(self, chunks: Chunks, document: Document) -> Features:
+        """Only the rows asked for are read from disk."""
+        number, start, stop = self._place[document.row]
+        path = chunks.path(number)
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        file = self._open[path]
+        return {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
 
 
 def open_features(
@@ -252,6 +203,9 @@ def open_features(
     recorded = RecordedStates(config, target)
     cache = FeatureCache(config.features_folder, target, rows, taps, features, recorded, pack)
     cache.prepare()
+    head = config.head
+    if head.draft_vocab is not None and objective(head.loss).is_acceptance:
+        cache.prepare_normalisers()
     return cache
 
 

@@ -21,7 +21,7 @@ from selfdraft.scripts.prepare_data import prepare
 from selfdraft.scripts.show_mask import show
 from selfdraft.train import setup
 from selfdraft.train.data import load_documents
-from selfdraft.train.distill import open_features
+from selfdraft.train.distill import FeatureCache, open_features
 from selfdraft.train.rounding import SCALE, decode, encode
 
 ROWS = [{"messages": CHAT[:2]}, {"messages": CHAT}, {"messages": CHAT[2:4]}]
@@ -110,8 +110,33 @@ def test_a_cache_of_more_taps_serves_fewer(tmp_path, dtype):
         assert {path: path.read_bytes() for path in wide.folder.glob("*")} == before
         found, all_ = narrow.get(rows.train), wide.get(rows.train)
         assert torch.equal(found["hidden"], all_["hidden"])
-        assert torch.equal(found["log_z"], all_["log_z"])
-        assert torch.equal(found["taps"], all_["taps"][:, :, taps]) if taps else len(found) == 2
+        assert torch.equal(found["taps"], all_["taps"][:, :, taps]) if taps else len(found) == 1
+
+
+def test_normalisers_are_computed_once_and_only_for_acceptances(tmp_path, monkeypatch):
+    """On a cache that was there; a damaged chunk of them is made anew, the states are not."""
+    target, made = tiny(), []
+    real = FeatureCache._compute_normalisers
+    monkeypatch.setattr(
+        FeatureCache, "_compute_normalisers", lambda self, n: made.append(n) or real(self, n)
+    )
+
+    def opened(**head) -> FeatureCache:
+        config = make_config(tmp_path, head=head)
+        return open_features(config, target, load_documents(config, target), [1])
+
+    for head in ({"loss": "kl"}, {"loss": "tv", "draft_vocab": None}):
+        assert opened(**head).normalisers is None
+    cache = opened(loss={"kl": 1, "lk": 0.1})
+    assert made == list(range(len(cache.chunks)))
+    states = {path: path.stat().st_mtime_ns for path in cache.folder.glob("chunk-*")}
+    opened(loss="accepted_length")
+    broken = cache.normalisers.path(0)
+    right = broken.read_bytes()
+    broken.write_bytes(right[:-1] + b"x")
+    opened(loss="tv")
+    assert made == [*range(len(cache.chunks)), 0] and broken.read_bytes() == right
+    assert states == {path: path.stat().st_mtime_ns for path in states}
 
 
 def test_documents_may_be_split_otherwise(tmp_path):

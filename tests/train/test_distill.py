@@ -12,7 +12,7 @@ from selfdraft.heads import HEADS
 from selfdraft.heads.errors import InputError
 from selfdraft.heads.objectives import known_normalisers
 from selfdraft.inference.target import TargetModel
-from selfdraft.train import caches, distill
+from selfdraft.train import caches, chunks, distill
 from selfdraft.train.distill import FeatureCache
 from selfdraft.train.features import OnlineFeatures
 from selfdraft.train.sections import FeaturesConfig
@@ -72,7 +72,10 @@ def test_features_at_a_position_are_those_the_decoder_sees_there(open_cache, tar
 def test_normalisers_are_those_of_the_states_that_training_reads(open_cache, target, dtype):
     """Where the next token was generated; what is stored of them is not rounded."""
     rows = documents(LENGTHS)
-    found = open_cache(rows, dtype=dtype).get(rows)
+    cache = open_cache(rows, dtype=dtype)
+    assert "log_z" not in cache.get(rows)
+    cache.prepare_normalisers()
+    found = cache.get(rows)
     exact = target.spec.projector(None, False)(found["hidden"]).logsumexp(-1)
     taught = torch.zeros_like(exact, dtype=torch.bool)
     for b, row in enumerate(rows):
@@ -92,6 +95,7 @@ def test_heads_learn_the_same_with_known_normalisers(tmp_path, target, kind, pac
     rows = documents(LENGTHS)
     cache = FeatureCache(tmp_path, target, rows, [1], FeaturesConfig(dtype="float32"), pack=pack)
     cache.prepare()
+    cache.prepare_normalisers()
     batch, features = cache.collate(rows), cache.get(rows)
     features["log_z"][features["log_z"] == 0] = torch.nan
     known = head(batch, features)
@@ -116,6 +120,7 @@ def test_normalisers_of_a_bf16_target_stay_in_float32(tmp_path):
     half, rows = TargetModel.load(random=LLAMA, dtype="bfloat16"), documents(LENGTHS)
     cache = FeatureCache(tmp_path, half, rows, [1], FeaturesConfig(dtype="bfloat16"))
     cache.prepare()
+    cache.prepare_normalisers()
     found = cache.get(rows)
     assert (found["hidden"].dtype, found["log_z"].dtype) == (torch.bfloat16, torch.float32)
 
@@ -220,7 +225,7 @@ def test_the_size_cap_is_an_error_before_anything_is_computed(open_cache, tmp_pa
     with pytest.raises(InputError) as caught:
         open_cache(max_gb=1e-6)
     met, advice = str(caught.value).splitlines()
-    assert str(tokens * (4 * 64 * 4 + 4)) in met and "1e-06" in met
+    assert str(tokens * 4 * 64 * 4) in met and "1e-06" in met
     assert "data.features.max_gb" in advice and "cache=false" in advice
     assert not (tmp_path / "f").exists()
 
@@ -228,17 +233,17 @@ def test_the_size_cap_is_an_error_before_anything_is_computed(open_cache, tmp_pa
 def test_chunks_depend_on_the_documents_alone_and_keep_their_bounds(monkeypatch):
     monkeypatch.setattr(distill, "CHUNK_TOKENS", 48)
     rows = documents([40, 9, 60, 12, 13, 9])
-    chunks = distill.make_chunks(rows)
-    assert chunks == distill.make_chunks(rows[::-1])
-    assert sorted(d.row for chunk in chunks for d in chunk) == [1, 2, 3, 4, 5, 6]
-    for chunk in chunks:
+    made = distill.make_chunks(rows)
+    assert made == distill.make_chunks(rows[::-1])
+    assert sorted(d.row for chunk in made for d in chunk) == [1, 2, 3, 4, 5, 6]
+    for chunk in made:
         padded = len(chunk) * max(len(d.ids) for d in chunk)
         assert padded <= 48 or len(chunk) == 1
 
 
 def test_other_processes_wait_for_the_first_and_then_read_its_files(open_cache, monkeypatch):
     first = open_cache()
-    monkeypatch.setattr(distill, "is_main", lambda: False)
+    monkeypatch.setattr(chunks, "is_main", lambda: False)
     waits: list[float] = []
     index = first.folder / "index.json"
     finished = index.read_text()
@@ -248,7 +253,7 @@ def test_other_processes_wait_for_the_first_and_then_read_its_files(open_cache, 
         waits.append(seconds)
         index.write_text(finished)
 
-    monkeypatch.setattr(distill.time, "sleep", sleep)
+    monkeypatch.setattr(chunks.time, "sleep", sleep)
     rows = documents(LENGTHS)
     other = open_cache(rows)
     assert len(waits) == 1 and other.computed == []
