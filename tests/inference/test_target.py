@@ -153,6 +153,19 @@ def test_packed_linears_give_the_same_and_free_their_weights() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "granite", "gemma2"])
+def test_logits_are_the_same_with_gradients_and_without(name: str) -> None:
+    """Without, they may come of packed weights."""
+    target, hidden = tiny(name), torch.randn(3, 64, requires_grad=True)
+    for rows in (None, torch.tensor([1, 5, 9])):
+        project = target.spec.projector(rows, False)
+        with torch.no_grad():
+            fast = project(hidden)
+        exact = project(hidden)
+        assert exact.requires_grad and not fast.requires_grad
+        torch.testing.assert_close(fast, exact.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "gemma2"])
 def test_gradients_reach_hidden_through_the_dense_lm_head(name: str) -> None:
     target = tiny(name)
     hidden = torch.randn(3, 64, requires_grad=True)
