@@ -202,7 +202,7 @@ TERMS: dict[str, Term] = {
 }
 ACCEPTANCES = {"tv", "lk", "lk_hybrid"}
 ACCEPTED = "accepted_length"
-"""The term that couples the depths of a row; its sums are in `losses.accepted_sums`."""
+"""The term that couples the depths of a row; its rows are in `losses._accepted`."""
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,9 @@ class FeatureCache(FeatureSource):
 
     def _compute_normalisers(self, number: int) -> dict[str, Tensor]:
         spec, chunk = self.target.spec, self.chunks[number]
-        states = [decode(self._read_states(document), spec.dtype) for document in chunk]
+        states = [
+            decode(self._slices(self.states, document, "hidden"), spec.dtype) for document in chunk
+        ]
         hidden = torch.cat([row["hidden"] for row in states]).to(spec.device)
         taught = [(*document.loss_mask[1:], False) for document in chunk]
         rows = torch.tensor(list(chain.from_iterable(taught)), device=spec.device).nonzero()[:, 0]
@@ -178,14 +180,15 @@ class FeatureCache(FeatureSource):
             found |= taps if self.columns else {}
         return found
 
-    def _slices(self, chunks: Chunks, document: Document) -> Features:
-        """Only the rows asked for are read from disk."""
+    def _slices(self, chunks: Chunks, document: Document, part: str = "") -> Features:
+        """What begins with `part`.  Only the rows asked for are read from disk."""
         number, start, stop = self._place[document.row]
         path = chunks.path(number)
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         file = self._open[path]
-        return {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
+        names = [name for name in file.keys() if name.startswith(part)]  # noqa: SIM118
+        return {name: file.get_slice(name)[start:stop] for name in names}
 
 
 def open_features(
