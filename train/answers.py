@@ -23,8 +23,8 @@ from .chat import chat_ids
 from .config import TrainConfig, resolve_path
 from .data import TOO_LONG, check_limits
 from .formats import Conversation, prompt_conversation, prompt_key
-from .meta import check_settings, read_meta, write_meta
-from .reading import RowError, counted, read_rows, whole_lines
+from .meta import take_up
+from .reading import RowError, counted, read_rows
 from .recording import RecordedStates, Recorder
 from .sections import Answer
 
@@ -121,15 +121,9 @@ def open_answers(config: TrainConfig, target: TargetModel, prompts: list[Convers
         "seed": config.seed,
         "answers": [answer.model_dump() for answer in config.data.answers],
     }
-    done: set[int] = set()
-    if path.exists() and path.stat().st_size:
-        check_settings(path, read_meta(path, target), settings, "set data.file to another name")
-        if whole_lines(path):
-            seeds = (row.get("seed") for _, row in read_rows(path, Counter()))
-            done = {seed for seed in seeds if type(seed) is int}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_meta(path, target, settings)
-    return done
+    rows = take_up(path, target, settings, "set data.file to another name")
+    seeds = (row.get("seed") for _, row in rows)
+    return {seed for seed in seeds if type(seed) is int}
 
 
 class Answerer:

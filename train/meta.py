@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..heads.checkpoint import check_target, replace_file
 from ..heads.errors import InputError
 from ..inference.target import TargetModel
+from .reading import read_rows, whole_lines
 
 
 def meta_path(path: Path) -> Path:
@@ -38,6 +41,23 @@ def read_meta(path: Path, target: TargetModel) -> dict[str, Any] | None:
         raise InputError(f"{where} is damaged: {error}", f"Remove it and {path.name}.") from None
     check_target(made_with, target.spec.identity, path)
     return settings
+
+
+def take_up(
+    path: Path, target: TargetModel, settings: dict[str, Any], elsewhere: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Makes `path` ready to be appended to, and gives the rows that it has, by number.  A line torn
+    by a kill is removed.
+
+    Raises:
+        InputError: see `check_settings` and `read_meta`.
+    """
+    begun = path.exists() and path.stat().st_size
+    if begun:
+        check_settings(path, read_meta(path, target), settings, elsewhere)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_meta(path, target, settings)
+    return read_rows(path, Counter()) if begun and whole_lines(path) else iter(())
 
 
 def check_settings(

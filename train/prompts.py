@@ -8,7 +8,6 @@ on with a question of the kind that it was tuned on.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from ..inference.speculator import Speculator
 from ..inference.target import TargetModel
 from .chat import chat_ids
 from .formats import Conversation
-from .meta import check_settings, read_meta, write_meta
-from .reading import RowError, read_rows, whole_lines
+from .meta import take_up
+from .reading import RowError
 
 DRAWS_A_PROMPT = 8
 """So many draws for each prompt that is wanted; then the target is given up."""
@@ -127,17 +126,12 @@ def write_prompts(
 def _open(target: TargetModel, path: Path, settings: dict[str, Any]) -> tuple[set[str], int]:
     """The prompts that `path` has, and the number of the next draw."""
     known, following = set[str](), 0
-    if path.exists() and path.stat().st_size:
-        check_settings(path, read_meta(path, target), settings, "give another --output")
-        if whole_lines(path):
-            for number, row in read_rows(path, Counter()):
-                if not (isinstance(row.get("prompt"), str) and type(row.get("draw")) is int):
-                    reason = f"{path}, line {number} has no prompt or not the number of its draw"
-                    raise InputError(reason, "Give another --output; this file was changed.")
-                known.add(row["prompt"].casefold())
-                following = max(following, row["draw"] + 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_meta(path, target, settings)
+    for number, row in take_up(path, target, settings, "give another --output"):
+        if not (isinstance(row.get("prompt"), str) and type(row.get("draw")) is int):
+            reason = f"{path}, line {number} has no prompt or not the number of its draw"
+            raise InputError(reason, "Give another --output; this file was changed.")
+        known.add(row["prompt"].casefold())
+        following = max(following, row["draw"] + 1)
     return known, following
 
 
