@@ -1,6 +1,7 @@
 """What a drafting head is: its contracts with the target, with training and with decoding.
 
-Shape suffixes: B rows, T tokens, N draft nodes, K taps, D hidden width, V vocabulary, M loss rows.
+Shape suffixes: B rows, T tokens, N draft nodes, L nodes of a level, K taps, W hidden width, D draft
+vocabulary, V vocabulary, M loss rows.
 
 Notation (the same in every head): the target has read x_0..x_t and holds the hidden state h_t, it
 has given x_{t+1}, the root.  Draft slot k = 1, 2, .. is x_{t+1+k}; its teacher is the target's law
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 
 from .config import HeadConfig as HeadConfig
 from .draft import Draft, Plan
+from .errors import InputError
 from .losses import distil, loss_rows
 from .objectives import known_normalisers, objective
 from .protocols import Features, Noise, Sampling, State
 from .readout import LowRank, Prior
+from .shapes import Rates
 from .spec import TargetSpec, TargetWeights
 from .trees import grow
-from .weighting import Weighting
 from .widening import Widened
 
 
@@ -33,13 +35,13 @@ from .widening import Widened
 class LastFeatures:
     """State of a head that looks at one position: the features of the root's predecessor."""
 
-    hidden_BD: Tensor
-    taps_BKD: Tensor | None
+    hidden_BW: Tensor
+    taps_BKW: Tensor | None
 
     def select(self, rows: Tensor) -> Self:
         """The features of `rows` alone."""
-        taps = None if self.taps_BKD is None else self.taps_BKD[rows]
-        return replace(self, hidden_BD=self.hidden_BD[rows], taps_BKD=taps)
+        taps = None if self.taps_BKW is None else self.taps_BKW[rows]
+        return replace(self, hidden_BW=self.hidden_BW[rows], taps_BKW=taps)
 
 
 class Head(nn.Module):
@@ -54,6 +56,7 @@ class Head(nn.Module):
     draft_ids: Tensor | None
     trained_length: int | None = None  # tokens of the longest row learned from, where known
     sharpness: list[float] | None = None  # by depth, see `calibration`; None before it is measured
+    rates: Rates = ()  # how often drawn tokens are accepted, by depth; see `Grower`
     trees: bool = True  # False for a head that can only draft chains
     widen: bool = False  # draft over the ids of each row's own text too, where the head can
 
@@ -73,6 +76,11 @@ class Head(nn.Module):
         self._project: Callable[[Tensor], Tensor] | None = None
         self.draft_size = size = spec.vocab_size if draft_ids is None else len(draft_ids)
         rank = config.low_rank
+        if rank > spec.hidden_size:
+            raise InputError(
+                f"head.low_rank is {rank}, and the target's hidden size {spec.hidden_size}",
+                f"Give {spec.hidden_size} at most, or 0 for the target's own lm_head.",
+            )
         self.low_rank = LowRank(spec.hidden_size, rank, size) if rank else None
         self.prior = Prior(spec.vocab_size, config.prior, size) if config.prior else None
 
@@ -94,12 +102,12 @@ class Head(nn.Module):
         Args:
             rows: for each depth k, flat indices b*T+t [M_k] of the positions t to draft from.
         Returns:
-            one [M_k, D] a depth.
+            one [M_k, W] a depth.
         """
         raise TypeError(f"head kind {self.kind!r} does not define unroll")
 
     def output_weights(self) -> list[Tensor] | None:
-        """The weights of a head's own lm_head, one [D', D] a depth; None where it has none."""
+        """The weights of a head's own lm_head, one [D, W] a depth; None where it has none."""
         return None
 
     def _readout(
@@ -108,6 +116,7 @@ class Head(nn.Module):
         """States and weights as `distil` reads them; the prior of slot k at row t sees x_{t+k}."""
         weights = self.output_weights()
         if self.low_rank is not None:
+            assert weights is None, "low_rank is a second lm_head"
             states = [self.low_rank.down(state) for state in states]
             weights = [self.low_rank.up.weight] * len(states)
         if self.prior is None:
@@ -145,7 +154,6 @@ class Head(nn.Module):
             draft_ids=self.draft_ids,
             project_all=self.spec.projector(None, False),
             log_z=known_normalisers(features),
-            weighting=Weighting(config.reach, config.on_policy),
         )
         extra = self.extra_loss(states, rows, features)
         return sums if extra is None else sums | {"loss": sums["loss"] + extra}
@@ -169,8 +177,8 @@ class Head(nn.Module):
     @property
     def can_widen(self) -> bool:
         """Are there ids outside the draft vocabulary that the target's lm_head would serve?"""
-        own = self.low_rank is not None or getattr(self.config, "lm_head", "shared") == "own"
-        return self.draft_ids is not None and not own
+        frozen = self.low_rank is None and self.output_weights() is None
+        return frozen and self.draft_ids is not None
 
     def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
         """See `Drafter.start`."""
@@ -204,19 +212,19 @@ class Head(nn.Module):
         return LastFeatures(features["hidden"][rows, count_B - 1], taps)
 
     def step(
-        self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+        self, state: Any, paths_BLk: Tensor, place_BL: Tensor, memo: dict[str, Tensor]
     ) -> Tensor:
-        """States [B, W, D] whose logits are the laws of slot k after W nodes of a level.
+        """States [B, L, W] whose logits are the laws of slot k after L nodes of a level.
 
         Args:
-            paths_BWk: tokens from the root (included) to each node.
-            place_BW: each node's parent, as its place among the nodes of the call before.
+            paths_BLk: tokens from the root (included) to each node.
+            place_BL: each node's parent, as its place among the nodes of the call before.
             memo: empty at the root, kept from level to level.
         """
         raise TypeError(f"head kind {self.kind!r} does not define step")
 
     def draft_logits(self, hidden: Tensor, paths: Tensor) -> Tensor:
-        """Logits [.., D] over the draft vocabulary of states [.., D] at slot k, behind the tokens
+        """Logits [.., D] over the draft vocabulary of states [.., W] at slot k, behind the tokens
         `paths` [.., k] from the root on."""
         if self.prior is None:
             return self._lm_head(hidden, paths.shape[-1])
@@ -246,7 +254,7 @@ def tap_layers(taps: list[int], layers: int) -> list[int]:
     apart where they would fall together."""
     result: list[int] = []
     for tap in sorted(set(taps), reverse=True):
-        tap = min(max(tap, 0), result[-1] - 1 if result else layers)
+        tap = min(tap, result[-1] - 1 if result else layers)
         if tap >= 0:
             result.append(tap)
     return result[::-1]

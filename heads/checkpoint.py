@@ -6,11 +6,10 @@ crash is noticed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .base import HEADS, Head
+from .config import HeadConfig
 from .errors import InputError, nearest
+from .files import replace_file as replace_file
+from .files import replacing
+from .files import sha256 as sha256
+from .shapes import first_rates
 from .spec import TargetSpec
 
 FORMAT = 1
+REMOVED = (("reach", 0.0), ("on_policy", 0.0))
+"""Fields of earlier heads, at the value that changed nothing."""
 WEIGHTS, DESCRIPTION = "model.safetensors", "head.json"
 SIZES = ("model_type", "hidden_size", "num_layers", "vocab_size")
 
@@ -39,13 +45,22 @@ def save_head(
     Args:
         weights: the head's state dict, where `head` itself holds shards of it.
         notes: further JSON values for head.json, such as the trained length.
+    Raises:
+        InputError: a head that has lost tensors, as packing for decoding does to it.
     """
+    weights = head.state_dict() if weights is None else weights
+    with torch.device("meta"):
+        built = HEADS[head.kind](head.config, head.spec, head.draft_ids).state_dict()
+    if differing := sorted(built.keys() ^ weights.keys()):
+        raise InputError(
+            f"the {head.kind} head has other tensors than one that is built: {differing[0]} and "
+            f"{len(differing) - 1} more",
+            "A head that was packed for decoding cannot be saved; copy the folder it came from.",
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Clones: tensors that share storage cannot be written.
-    weights = head.state_dict() if weights is None else weights
     tensors = {name: t.detach().cpu().clone() for name, t in weights.items()}
-    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
     description = {
         "format": FORMAT,
         "kind": head.kind,
@@ -57,11 +72,13 @@ def save_head(
             "draft_vocab": None if head.draft_ids is None else len(head.draft_ids),
         },
         "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
-        "sha256": sha256(folder / WEIGHTS),
-        **notes,
     }
-    text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
-    replace_file(folder / DESCRIPTION, lambda path: Path(path).write_text(text))
+    with replacing(folder / WEIGHTS) as temporary:
+        save_file(tensors, temporary, {"format": "pt"})
+        description |= {"sha256": sha256(temporary), **notes}
+        # Before the old weights are gone: what JSON cannot hold leaves the old pair whole.
+        text = (json.dumps(description, indent=2, ensure_ascii=False) + "\n").encode()
+    replace_file(folder / DESCRIPTION, lambda path: Path(path).write_bytes(text))
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
@@ -77,7 +94,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
             "Give the output_dir of a finished training run (accelerate launch train.py CONFIG).",
         )
     try:
-        description = json.loads(path.read_text())
+        description = json.loads(path.read_text(encoding="utf-8"))
         version = description["format"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged: {error}", "Train again or restore it.") from None
@@ -114,27 +131,58 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     if kind not in HEADS:
         raise InputError(f"{folder}: unknown head kind {kind!r}", nearest(kind, HEADS))
     try:
-        config = HEADS[kind].Config.model_validate(description["config"])
+        config = HEADS[kind].Config.model_validate(without_removed(description["config"]))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise InputError(f"{folder}/{DESCRIPTION}: {problems}", "Restore the file.") from None
     tensors = _read_weights(folder / WEIGHTS, description["sha256"])
-    head = HEADS[kind](config, spec, tensors.get("draft_ids"))
+    head = _built(config, spec, tensors.get("draft_ids"), folder)
     _check_tensors(head, tensors, folder)
     head.load_state_dict(tensors)
     head.trained_length = description.get("trained_length")
-    head.sharpness = _sharpness(description.get("sharpness"), config.depth, folder)
+    head.sharpness = _by_depth(description, "sharpness", config.depth, folder, _is_factor)
+    accepted = _by_depth(description, "tau_t1_by_depth", config.depth, folder, _is_share)
+    head.rates = first_rates(accepted or ())
     return head.requires_grad_(False).eval().to(spec.device, spec.dtype)
 
 
-def _sharpness(found: Any, depth: int, folder: Path) -> list[float] | None:
-    numbers = isinstance(found, list) and all(isinstance(x, int | float) for x in found)
-    whole = numbers and len(found) == depth and all(0 < x < math.inf for x in found)
-    if found is None or whole:
+def without_removed(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a saved head without those that no longer exist and that it made no use of."""
+    return {key: value for key, value in config.items() if (key, value) not in REMOVED}
+
+
+def _built(
+    config: HeadConfig, spec: TargetSpec, draft_ids: torch.Tensor | None, folder: Path
+) -> Head:
+    try:
+        return HEADS[config.kind](config, spec, draft_ids)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that no tensor has
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{folder}/{DESCRIPTION}: no head has these sizes: {reason}", "Restore the file."
+        ) from None
+
+
+def _by_depth(
+    description: dict[str, Any], name: str, depth: int, folder: Path, fits: Callable[[Any], bool]
+) -> list[Any] | None:
+    """A field with a value for each depth, or null."""
+    found = description.get(name)
+    if found is None or (isinstance(found, list) and len(found) == depth and all(map(fits, found))):
         return found
     raise InputError(
-        f"{folder}/{DESCRIPTION}: sharpness is {found!r}", f"Give {depth} numbers above 0, or null."
+        f"{folder}/{DESCRIPTION}: {name} is {found!r}",
+        f"Give {depth} numbers, one a depth, or null.",
     )
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _is_share(value: Any) -> bool:
+    """None where a depth had no rows."""
+    return value is None or (isinstance(value, int | float) and 0 <= value < math.inf)
 
 
 def check_target(
@@ -163,9 +211,15 @@ def check_target(
             )
     # Weights of another dtype are compared after rounding both to bfloat16.
     same_dtype = trained.get("dtype") == met.get("dtype")
-    keys = ["fingerprint" if same_dtype else "fingerprint_bf16", "tokenizer"]
-    differing = [k for k in keys if None not in (trained.get(k), met.get(k))]
-    differing = [k for k in differing if trained[k] != met[k]]
+    weights = "fingerprint" if same_dtype else "fingerprint_bf16"
+    if trained.get(weights) is None and not allow_other:
+        raise InputError(
+            f"{where} does not say which weights its target had: {weights} is missing",
+            f"Restore the file{advice}.",
+        )
+    # Without a tokenizer on one side there is nothing to compare.
+    known = [k for k in (weights, "tokenizer") if None not in (trained.get(k), met.get(k))]
+    differing = [k for k in known if trained[k] != met[k]]
     if differing and not allow_other:
         what = "another tokenizer" if differing == ["tokenizer"] else "other weights"
         if trained.get("adapter_fingerprint") != met.get("adapter_fingerprint"):
@@ -230,18 +284,3 @@ def _check_tensors(head: Head, tensors: dict[str, torch.Tensor], folder: Path) -
             f"{folder}: the tensors do not fit {DESCRIPTION}: {'; '.join(faults[:4])}",
             f"{len(faults)} in all; restore the pair of files that was saved together.",
         )
-
-
-def replace_file(path: Path, write: Any) -> None:
-    """Calls `write` with a temporary name beside `path` and moves the result into place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write(str(temporary))
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def sha256(path: str | Path) -> str:
-    """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

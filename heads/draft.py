@@ -33,9 +33,9 @@ class Plan:
             best-first; where they are drawn, a tree of fixed shape.  None for one chain.
         tree: a fixed shape instead.
         confidence: a node whose path has less than this probability gets no children.
-        worth: nodes that are less likely than this to be accepted are left out.  Best is what one
-            more node costs, as a share of a forward over the root alone, times the speedup that is
-            reached: the tokens that its time would bring elsewhere.  0 keeps all.
+        worth: nodes that are less likely than this to be accepted are left out; 0 keeps all.  In a
+            round of time T that gives E tokens a node pays where chance >= (dT / T) E, dT being the
+            time that it adds: elsewhere that would bring (dT / T) E tokens.
         tokens: what one forward may read, over all rows of a batch; leaves each row an equal share
             of nodes (without `nodes`, of each drafter's own chain).  None for no bound.
     """
@@ -196,6 +196,9 @@ class Draft:
         kept = ("ids_BN", "parent_BN", "drawn_BN", "q_BNV")
         parts = {name: getattr(self, name) for name in kept}
         cut = {name: part[:, : max(counts)] for name, part in parts.items() if part is not None}
+        for name in ("chances", "sources"):
+            if (rows := getattr(self, name)) is not None:
+                cut[name] = [row[:n] for row, n in zip(rows, counts, strict=True)]
         return replace(self, valid_BN=valid_BN, **cut)
 
     def ancestors(self) -> Tensor:

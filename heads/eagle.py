@@ -8,13 +8,14 @@ the depths, as HASS, arXiv 2408.15766, does).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from .base import register
+from .config import Tap
 from .protocols import Features
 from .sequence import Cell, SequenceConfig, SequenceHead
 from .spec import TargetSpec, TargetWeights
@@ -32,11 +33,17 @@ class EagleConfig(SequenceConfig):
     """
 
     kind: Literal["eagle"] = "eagle"
-    taps: list[int] = Field(default_factory=lambda: [2, 16, 29])
+    taps: list[Tap] = Field(default_factory=lambda: [2, 16, 29])
     fusion: Literal["residual", "fc"] = "residual"
     norm_before_residual: bool = False
     lm_head: Literal["shared", "own"] = "shared"
     feature_loss: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _taps_to_join(self) -> Self:
+        if self.fusion == "fc" and not self.taps:
+            raise ValueError("fusion: fc reads joined taps alone, and taps is empty: give some")
+        return self
 
 
 class EagleCell(Cell):
@@ -75,8 +82,8 @@ class Eagle(SequenceHead):
 
     @classmethod
     def reads_hidden(cls, config: Any) -> bool:
-        """See `SequenceHead.reads_hidden`; without taps there is nothing else to read."""
-        return config.fusion == "residual" or not config.taps
+        """See `SequenceHead.reads_hidden`."""
+        return config.fusion == "residual"
 
     def init_from_target(self, weights: TargetWeights) -> None:
         """See `Head.init_from_target`."""

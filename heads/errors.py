@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 
+FULL = errno.ENOSPC, errno.EDQUOT
 PATIENCE = 10.0
 """Seconds in which the first process tells of an error that it meets too."""
 
@@ -39,9 +41,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{guess}Available: {', '.join(known)}."
 
 
+def _disk_is_full(error: Exception) -> bool:
+    """Libraries that write in another language give the number as text."""
+    number = getattr(error, "errno", None)
+    return number in FULL or any(f"os error {n}" in str(error) for n in FULL)
+
+
 def exit_code(main: Callable[[], int]) -> int:
     """Runs a command: bad input is printed, without a traceback, and gives 2, as does a file in the
-    place of a folder or the reverse; Ctrl-C gives 130.
+    place of a folder or the reverse, or a full disk; Ctrl-C gives 130.
 
     What all processes of a run meet is printed once: the others leave it to the first for a while,
     at whose end the launcher ends them.
@@ -58,6 +66,11 @@ def exit_code(main: Callable[[], int]) -> int:
             raise
         reason = f"{error.filename}: {error.strerror}"
         print(f"{reason}\nMake it readable and writable, or name another.", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if not _disk_is_full(error):
+            raise
+        print(f"the disk is full: {error}\nFree some space; what was saved stays.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

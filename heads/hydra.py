@@ -42,7 +42,7 @@ class _DepthMLP(nn.Module):
         nn.init.zeros_(self.out.weight)
 
     def forward(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Args: state [M, state_width], tokens [M, tokens*D] normed embeddings.  Returns [M, D]."""
+        """Args: state [M, state_width], tokens [M, tokens*W] normed embeddings.  Returns [M, W]."""
         inner = nn.functional.silu(self.state_in(state) + self.tokens_in(tokens))
         return self.out(self.blocks(inner))
 
@@ -91,20 +91,20 @@ class Hydra(PrefixHead):
     def step(
         self,
         state: LastFeatures,
-        paths_BWk: Tensor,
-        place_BW: Tensor,
+        paths_BLk: Tensor,
+        place_BL: Tensor,
         memo: dict[str, Tensor],
     ) -> Tensor:
         """See `Head.step`."""
-        newest = self._embed([paths_BWk[..., -1]])
+        newest = self._embed([paths_BLk[..., -1]])
         if not memo:
-            memo["state"] = self._state(state.hidden_BD, state.taps_BKD)[:, None]
+            memo["state"] = self._state(state.hidden_BW, state.taps_BKW)[:, None]
             memo["tokens"] = newest
         else:
-            place = place_BW[..., None].expand(-1, -1, memo["tokens"].shape[-1])
+            place = place_BL[..., None].expand(-1, -1, memo["tokens"].shape[-1])
             memo["tokens"] = torch.cat([memo["tokens"].gather(1, place), newest], -1)
-        mlp = self.mlps[paths_BWk.shape[-1] - 1]
-        return state.hidden_BD[:, None] + mlp(memo["state"], memo["tokens"])
+        mlp = self.mlps[paths_BLk.shape[-1] - 1]
+        return state.hidden_BW[:, None] + mlp(memo["state"], memo["tokens"])
 
     def _embed(self, tokens: list[Tensor]) -> Tensor:
         return torch.cat([self.embed_norm(self.spec.embed(token)) for token in tokens], -1)

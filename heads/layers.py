@@ -1,6 +1,6 @@
 """Building blocks that several head kinds share.
 
-Shape suffixes: M rows of any kind, K taps, D width; in attention B rows, T tokens, H query heads,
+Shape suffixes: M rows of any kind, K taps, W width; in attention B rows, T tokens, H query heads,
 G key heads, S slots, E width of a head.
 """
 
@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x [.., D].  Returns [.., D] in the dtype of x."""
+        """Args: x [.., W].  Returns [.., W] in the dtype of x."""
         wide = x.to(torch.promote_types(torch.float32, x.dtype))
         weight = self.weight.to(wide.dtype)
         return nn.functional.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
@@ -36,9 +36,9 @@ class TapNorm(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(RMSNorm(width) for _ in range(taps))
 
-    def forward(self, taps_MKD: Tensor) -> Tensor:
-        """Args: taps [.., K, D].  Returns [.., K*D]."""
-        normed = [norm(taps_MKD[..., i, :]) for i, norm in enumerate(self.norms)]
+    def forward(self, taps_MKW: Tensor) -> Tensor:
+        """Args: taps [.., K, W].  Returns [.., K*W]."""
+        normed = [norm(taps_MKW[..., i, :]) for i, norm in enumerate(self.norms)]
         return torch.cat(normed, -1)
 
 
@@ -52,7 +52,7 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x [.., D].  Returns [.., D]."""
+        """Args: x [.., W].  Returns [.., W]."""
         return x + nn.functional.silu(self.linear(x))
 
 
@@ -171,15 +171,15 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        residual_BTD: Tensor,
+        residual_BTW: Tensor,
         query_BHTE: Tensor,
         keys_BGSE: Tensor,
         values_BGSE: Tensor,
         mask_BTS: Tensor,
     ) -> Tensor:
-        """Output [B, T, D] of tokens that look where the mask is True."""
+        """Output [B, T, W] of tokens that look where the mask is True."""
         seen = folded_attention(query_BHTE, keys_BGSE, values_BGSE, mask_BTS[:, None])
-        x = residual_BTD + self.o_proj(seen.transpose(1, 2).flatten(2))
+        x = residual_BTW + self.o_proj(seen.transpose(1, 2).flatten(2))
         inner = self.mlp_norm(x)
         return x + self.down_proj(nn.functional.silu(self.gate_proj(inner)) * self.up_proj(inner))
 

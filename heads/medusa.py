@@ -87,12 +87,12 @@ class Medusa(PrefixHead):
     def step(
         self,
         state: LastFeatures,
-        paths_BWk: Tensor,
-        place_BW: Tensor,
+        paths_BLk: Tensor,
+        place_BL: Tensor,
         memo: dict[str, Tensor],
     ) -> Tensor:
         """See `Head.step`; of the tokens only their number is looked at."""
         if "inputs" not in memo:
-            memo["inputs"] = self._inputs(state.hidden_BD, state.taps_BKD)
-        hidden_BD = self.blocks[paths_BWk.shape[-1] - 1](memo["inputs"])
-        return hidden_BD[:, None].expand(-1, paths_BWk.shape[1], -1)
+            memo["inputs"] = self._inputs(state.hidden_BW, state.taps_BKW)
+        hidden_BW = self.blocks[paths_BLk.shape[-1] - 1](memo["inputs"])
+        return hidden_BW[:, None].expand(-1, paths_BLk.shape[1], -1)

@@ -9,7 +9,7 @@ are all true in training.  In decoding the rows of one token x_p run together: m
 p - k, on what module k-1 gave at the token before.  So all caches are laid out by tokens, and
 module k starts at the k-th.
 
-Shape suffixes: B rows, T and M tokens, D width.
+Shape suffixes: B rows, T and M tokens, W width.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from .base import register
 from .kv import KVBuffer
 from .layers import RMSNorm
+from .past import row_mask
 from .protocols import Features
-from .sequence import Cell, Memory, SequenceConfig, SequenceHead, row_mask
+from .sequence import Cell, Memory, SequenceConfig, SequenceHead
 from .spec import TargetSpec, TargetWeights
 
 Look = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -54,9 +55,10 @@ class MTPCell(Cell):
         self.input_norm = RMSNorm(width)
         self.pass_state(torch.ones(width))
 
-    def pass_state(self, factor_D: Tensor) -> None:
+    def pass_state(self, factor_W: Tensor) -> None:
         """Lets W hand on the hidden half, each feature times its factor, and nothing else."""
-        parts = [torch.zeros(len(factor_D), len(factor_D)), factor_D.float().cpu().diag()]
+        diagonal = factor_W.float().diag()
+        parts = [torch.zeros_like(diagonal), diagonal]
         with torch.no_grad():
             self.project.weight.copy_(torch.cat(parts if self.embedding_first else parts[::-1], 1))
 
@@ -124,18 +126,18 @@ class MTP(SequenceHead):
     def _sweep(
         self,
         tokens_BM: Tensor,
-        first_BMD: Tensor,
+        first_BMW: Tensor,
         position_BM: Tensor,
         before: list[Tensor] | None,
         look: Look,
     ) -> list[Tensor]:
-        """Raw outputs [B, M, D] of each module at further tokens.
+        """Raw outputs [B, M, W] of each module at further tokens.
 
         Args:
-            first_BMD: the target's state one row before each token.
-            before: raw outputs [B, D] of each module at the token before; None: there is none.
+            first_BMW: the target's state one row before each token.
+            before: raw outputs [B, W] of each module at the token before; None: there is none.
         """
-        embeds, state, outs = self.spec.embed(tokens_BM), first_BMD, []
+        embeds, state, outs = self.spec.embed(tokens_BM), first_BMW, []
         for module, cell in enumerate(self.cells):
             residual, inputs = cell.read(embeds, state)
             query, keys, values = cell.layer.project(inputs, position_BM)
@@ -170,17 +172,17 @@ class MTP(SequenceHead):
         return Memory(caches, [out[last] for out in outs], length_B + count_B)
 
     def step(
-        self, state: Memory, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+        self, state: Memory, paths_BLk: Tensor, place_BL: Tensor, memo: dict[str, Tensor]
     ) -> Tensor:
         """See `Head.step`; with a module a depth, the newest token passes through every module
         that has a row for it."""
         if self.config.modules == "shared":
-            return super().step(state, paths_BWk, place_BW, memo)
-        slot, last_B1 = paths_BWk.shape[-1], state.length_B[:, None] - 1
+            return super().step(state, paths_BLk, place_BL, memo)
+        slot, last_B1 = paths_BLk.shape[-1], state.length_B[:, None] - 1
         if slot == 1:
             memo.update({str(module): out[:, None] for module, out in enumerate(state.outs)})
             return self.cells[0].norm(memo["0"])
-        embeds, below = self.spec.embed(paths_BWk[..., -1]), dict(memo)
+        embeds, below = self.spec.embed(paths_BLk[..., -1]), dict(memo)
         place_BN = last_B1 + 1 + torch.arange(slot - 1, device=embeds.device)
         for module in range(slot - 1, len(self.cells)):
             cell, cache = self.cells[module], state.caches[module]

@@ -3,7 +3,7 @@ states, whose output a head reads instead of the last of them.
 
 It runs once a round, at true tokens alone: drafts never enter its cache.
 
-Shape suffixes: B rows, T tokens, M committed tokens, R loss rows of a batch row, K taps, D width.
+Shape suffixes: B rows, T tokens, M committed tokens, R loss rows of a batch row, K taps, W width.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from .base import Head, LastFeatures
 from .config import HeadConfig
 from .kv import KVBuffer
-from .layers import DecoderLayer, RMSNorm, tokens_of
+from .layers import DecoderLayer, RMSNorm
+from .past import LossRows, read_last, read_rows, start_layer
 from .protocols import Features, State
-from .sequence import by_batch_row, read_last, row_mask, start_layer
 from .spec import TargetSpec, TargetWeights
 
 
@@ -62,25 +62,18 @@ class PrefixAttention(nn.Module):
             self.norm.weight.data.copy_(size * undone)
 
     def at_rows(
-        self, batch: dict[str, Tensor], hidden_BTD: Tensor, rows: list[Tensor]
+        self, batch: dict[str, Tensor], hidden_BTW: Tensor, rows: list[Tensor]
     ) -> list[Tensor]:
-        """States [M_k, D] of the loss rows of each depth; those of depth 1 hold all others."""
-        shape, device = batch["ids"].shape, hidden_BTD.device
-        row_BR, slot_M = by_batch_row(rows[0], shape)
-        at = torch.arange(shape[0], device=device)[:, None]
-        place_BT = torch.arange(shape[1], device=device).expand(shape)
-        inputs = self.norm(hidden_BTD)
-        query, keys, values = self.layer.project(inputs, place_BT)
-        mask = row_mask(place_BT, batch.get("document"))[at, row_BR]
-        out = self.layer(hidden_BTD[at, row_BR], tokens_of(query, row_BR), keys, values, mask)
-        flat = out.flatten(0, 1)
-        return [flat[slot_M[torch.searchsorted(rows[0], r)]] for r in rows]
+        """States [M_k, W] of the loss rows of each depth; those of depth 1 hold all others."""
+        at, inputs = LossRows(rows[0], batch["ids"].shape), self.norm(hidden_BTW)
+        out, *_ = read_rows(self.layer, hidden_BTW, inputs, batch.get("document"), at)
+        return [at.flat(out, rows_M) for rows_M in rows]
 
     def at_last(
-        self, cache: KVBuffer | None, hidden_BMD: Tensor, count_B: Tensor
+        self, cache: KVBuffer | None, hidden_BMW: Tensor, count_B: Tensor
     ) -> tuple[Tensor, KVBuffer]:
-        """State [B, D] of each row's last token, after `count_B` further ones."""
-        return read_last(self.layer, cache, hidden_BMD, self.norm(hidden_BMD), count_B)
+        """State [B, W] of each row's last token, after `count_B` further ones."""
+        return read_last(self.layer, cache, hidden_BMW, self.norm(hidden_BMW), count_B)
 
 
 class PrefixHead(Head):
@@ -100,7 +93,7 @@ class PrefixHead(Head):
     def at_rows(
         self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]
     ) -> list[Tensor]:
-        """For training, what the head reads in place of h_t: [M_k, D] for each depth."""
+        """For training, what the head reads in place of h_t: [M_k, W] for each depth."""
         if self.prefix is not None:
             return self.prefix.at_rows(batch, features["hidden"], rows)
         hidden = features["hidden"].flatten(0, 1)
@@ -115,6 +108,6 @@ class PrefixHead(Head):
             return last
         assert isinstance(last, LastFeatures)
         cache = None if state is None else state.cache
-        hidden_BMD = features["hidden"][:, : tokens_BM.shape[1]]
-        hidden_BD, cache = self.prefix.at_last(cache, hidden_BMD, count_B)
-        return PrefixFeatures(hidden_BD, last.taps_BKD, cache)
+        hidden_BMW = features["hidden"][:, : tokens_BM.shape[1]]
+        hidden_BW, cache = self.prefix.at_last(cache, hidden_BMW, count_B)
+        return PrefixFeatures(hidden_BW, last.taps_BKW, cache)

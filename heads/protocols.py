@@ -1,6 +1,6 @@
 """What heads, drafters and the decoding loop ask of each other.
 
-Shape suffixes: B rows, T tokens, N draft nodes, M committed tokens, K taps, D width, V vocabulary.
+Shape suffixes: B rows, T tokens, N draft nodes, M committed tokens, K taps, W width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from .draft import Draft, Plan
 
 Features = dict[str, Tensor]
-"""`hidden` [B, T, D] after the target's final norm and, where a head asks for them, `taps`
-[B, T, K, D].  Training may add `log_z` [B, T], at least float32: log sum exp of the target's
+"""`hidden` [B, T, W] after the target's final norm and, where a head asks for them, `taps`
+[B, T, K, W].  Training may add `log_z` [B, T], at least float32: log sum exp of the target's
 logits over all ids, at the positions whose next token was generated."""
 
 

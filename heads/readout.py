@@ -24,14 +24,14 @@ class LowRank(nn.Module):
 
     Args:
         width: of the hidden state.
-        rank: r, at most `width`.
+        rank: r, no more than `width`.
         ids: D, how many ids have a logit.
     """
 
     def __init__(self, width: int, rank: int, ids: int) -> None:
         super().__init__()
-        self.down = nn.Linear(width, min(rank, width), bias=False)
-        self.up = nn.Linear(min(rank, width), ids, bias=False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, ids, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [.., D] of hidden [.., W]."""

@@ -4,8 +4,8 @@ Step k at row t reads e(x_{t+k}) and the state of step k-1, and gives the state 
 law of slot k.  Its keys are those of step 1 at rows s <= t, which come from the target's own states
 and true tokens, and its own of steps 2..k; training and drafting see exactly the same.
 
-Shape suffixes: B rows, T tokens, M committed tokens, R loss rows of a batch row, W nodes of one
-call, N draft nodes of the round so far, K taps, D width.
+Shape suffixes: B rows, T tokens, M committed tokens, R loss rows of a batch row, L nodes of one
+call, N draft nodes of the round so far, K taps, W width.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from .base import Head, tap_layers
 from .config import HeadConfig
 from .kv import KVBuffer
-from .layers import DecoderLayer, RMSNorm, TapNorm, tokens_of
+from .layers import DecoderLayer, RMSNorm, TapNorm
+from .past import LossRows, read_last, read_rows, start_layer
 from .protocols import Features
 from .spec import TargetSpec, TargetWeights
-
-COPIED = ("q_proj", "k_proj", "v_proj", "mlp_norm", "gate_proj", "up_proj")
 
 
 class SequenceConfig(HeadConfig):
@@ -52,7 +51,7 @@ class Cell(nn.Module):
         self.recycle_normed = config.recycle == "normed"
 
     def read(self, embeds: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual and what attention reads, from embeddings and recycled states [.., D]."""
+        """The residual and what attention reads, from embeddings and recycled states [.., W]."""
         raise TypeError(f"{type(self).__name__} does not define read")
 
     def recycled(self, out: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class SequenceHead(Head):
             cell.init_from_target(weights, self.config.norm_stage)
 
     def first_state(self, features: Features) -> Tensor:
-        """State of step 0 [.., D]: the target's last one, corrected by the joined taps."""
+        """State of step 0 [.., W]: the target's last one, corrected by the joined taps."""
         pre = self.config.norm_stage == "pre"
         if not self.joined:
             return features["taps"][..., -1, :] if pre else features["hidden"]
@@ -155,28 +154,24 @@ class SequenceHead(Head):
         self, batch: dict[str, Tensor], features: Features, rows: list[Tensor]
     ) -> list[Tensor]:
         """See `Head.unroll`: step k runs at the rows of depth 1 alone, which hold all others."""
-        ids_BT, cell = batch["ids"], self.cells[0]
-        time, (row_BR, slot_M) = ids_BT.shape[1], by_batch_row(rows[0], ids_BT.shape)
-        at, own = torch.arange(len(ids_BT), device=ids_BT.device)[:, None], row_BR.shape[1]
-        place_BT = torch.arange(time, device=ids_BT.device).expand(ids_BT.shape)
-        embeds_BTD = self.spec.embed(ids_BT.roll(-1, 1))
-        residual, inputs = cell.read(embeds_BTD, self.first_state(features))
-        query, keys, values = cell.layer.project(inputs, place_BT + self.first_position)
-        mask = row_mask(place_BT, batch.get("document"))[at, row_BR]
-        position = row_BR + self.first_position
-        outs = [cell.layer(residual[at, row_BR], tokens_of(query, row_BR), keys, values, mask)]
+        ids_BT, cell, first = batch["ids"], self.cells[0], self.first_position
+        at, last = LossRows(rows[0], ids_BT.shape), ids_BT.shape[1] - 1
+        residual, inputs = cell.read(
+            self.spec.embed(ids_BT.roll(-1, 1)), self.first_state(features)
+        )
+        out, keys, values, mask = read_rows(
+            cell.layer, residual, inputs, batch.get("document"), at, first
+        )
+        outs, own = [out], at.place_BR.shape[1]
         diagonal = torch.eye(own, dtype=torch.bool, device=mask.device).expand(len(mask), -1, -1)
         for step in range(1, len(rows)):
-            tokens = ids_BT[at, (row_BR + 1 + step).clamp(max=time - 1)]
-            residual, inputs = cell.read(self.spec.embed(tokens), cell.recycled(outs[-1]))
-            query, *more = cell.layer.project(inputs, position + step)
+            tokens_BR = ids_BT.gather(1, (at.place_BR + 1 + step).clamp(max=last))
+            residual, inputs = cell.read(self.spec.embed(tokens_BR), cell.recycled(outs[-1]))
+            query, *more = cell.layer.project(inputs, at.place_BR + first + step)
             keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
             mask = torch.cat([mask, diagonal], 2)
             outs.append(cell.layer(residual, query, keys, values, mask))
-        return [
-            cell.norm(out).flatten(0, 1)[slot_M[torch.searchsorted(rows[0], rows_M)]]
-            for out, rows_M in zip(outs, rows, strict=True)
-        ]
+        return [at.flat(cell.norm(out), rows_M) for out, rows_M in zip(outs, rows, strict=True)]
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -189,111 +184,50 @@ class SequenceHead(Head):
         cell, cache = self.cells[0], None if state is None else state.caches[0]
         residual, inputs = cell.read(self.spec.embed(tokens_BM), self.first_state(features))
         first = self.first_position
-        out_BD, cache = read_last(cell.layer, cache, residual, inputs, count_B, first)
-        return Memory([cache], [out_BD], cache.length_B)
+        out_BW, cache = read_last(cell.layer, cache, residual, inputs, count_B, first)
+        return Memory([cache], [out_BW], cache.length_B)
 
     def extend(
         self,
         state: Memory,
-        tokens_BW: Tensor,
-        parents_BWD: Tensor,
-        slot_BW: Tensor,
-        seen_BWN: Tensor,
+        tokens_BL: Tensor,
+        parents_BLW: Tensor,
+        slot_BL: Tensor,
+        seen_BLN: Tensor,
     ) -> Tensor:
-        """Raw outputs [B, W, D] behind draft nodes; `cells[0].norm` gives what the lm_head reads.
+        """Raw outputs [B, L, W] behind draft nodes; `cells[0].norm` gives what the lm_head reads.
 
         Args:
-            parents_BWD: raw output at each node's parent, from whose law the token came; at the
+            parents_BLW: raw output at each node's parent, from whose law the token came; at the
                 root `state.outs[0]`.
-            slot_BW: draft slot of each token, from 1.
-            seen_BWN: over the N nodes of this round so far, the W new ones last: True for a node's
+            slot_BL: draft slot of each token, from 1.
+            seen_BLN: over the N nodes of this round so far, the L new ones last: True for a node's
                 ancestors and itself.
         """
         cell, cache = self.cells[0], state.caches[0]
-        residual, inputs = cell.read(self.spec.embed(tokens_BW), cell.recycled(parents_BWD))
+        residual, inputs = cell.read(self.spec.embed(tokens_BL), cell.recycled(parents_BLW))
         last_B1 = state.length_B[:, None] - 1
-        position_BW = last_B1 + slot_BW + self.first_position
-        query, keys, values = cell.layer.project(inputs, position_BW)
-        cache.draft(keys, values, seen_BWN.shape[2] - tokens_BW.shape[1])
-        view = cache.view(last_B1.expand_as(tokens_BW), seen_BWN)
+        position_BL = last_B1 + slot_BL + self.first_position
+        query, keys, values = cell.layer.project(inputs, position_BL)
+        cache.draft(keys, values, seen_BLN.shape[2] - tokens_BL.shape[1])
+        view = cache.view(last_B1.expand_as(tokens_BL), seen_BLN)
         return cell.layer(residual, query, *view)
 
     def step(
-        self, state: Memory, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+        self, state: Memory, paths_BLk: Tensor, place_BL: Tensor, memo: dict[str, Tensor]
     ) -> Tensor:
         """See `Head.step`."""
-        (rows, nodes, slot), device = paths_BWk.shape, paths_BWk.device
+        (rows, nodes, slot), device = paths_BLk.shape, paths_BLk.device
         if slot == 1:
             memo["out"] = state.outs[0][:, None]
             memo["seen"] = torch.ones(rows, 1, 0, dtype=torch.bool, device=device)
         else:
-            parents_BWD, above_BWN = (
-                memo[name].gather(1, place_BW[..., None].expand(-1, -1, memo[name].shape[-1]))
+            parents_BLW, above_BLN = (
+                memo[name].gather(1, place_BL[..., None].expand(-1, -1, memo[name].shape[-1]))
                 for name in ("out", "seen")
             )
             own = torch.eye(nodes, dtype=torch.bool, device=device).expand(rows, -1, -1)
-            memo["seen"] = torch.cat([above_BWN, own], 2)
-            slot_BW = torch.full_like(place_BW, slot - 1)
-            memo["out"] = self.extend(state, paths_BWk[..., -1], parents_BWD, slot_BW, memo["seen"])
+            memo["seen"] = torch.cat([above_BLN, own], 2)
+            slot_BL = torch.full_like(place_BL, slot - 1)
+            memo["out"] = self.extend(state, paths_BLk[..., -1], parents_BLW, slot_BL, memo["seen"])
         return self.cells[0].norm(memo["out"])
-
-
-def read_last(
-    layer: DecoderLayer,
-    cache: KVBuffer | None,
-    residual_BMD: Tensor,
-    inputs_BMI: Tensor,
-    count_B: Tensor,
-    first_position: int = 0,
-) -> tuple[Tensor, KVBuffer]:
-    """Output [B, D] at each row's last token, after `count_B` further ones that enter the cache.
-
-    Args:
-        cache: of the tokens before; None where there are none.
-        first_position: of a row's first token.
-    """
-    length_B = torch.zeros_like(count_B) if cache is None else cache.length_B
-    row_BM = length_B[:, None] + torch.arange(inputs_BMI.shape[1], device=count_B.device)
-    query, keys, values = layer.project(inputs_BMI, row_BM + first_position)
-    if cache is None:
-        cache = KVBuffer.of(keys, values, count_B)
-    else:
-        cache = cache.append(keys, values, count_B)
-    at, new_B1 = torch.arange(len(count_B), device=count_B.device)[:, None], count_B[:, None] - 1
-    view = cache.view(cache.length_B[:, None] - 1)
-    return layer(residual_BMD[at, new_B1], tokens_of(query, new_B1), *view)[:, 0], cache
-
-
-def start_layer(layer: DecoderLayer, weights: TargetWeights) -> None:
-    """Copies the target's last layer where shapes fit; output projections stay zero."""
-    for name in COPIED:
-        ours, theirs = getattr(layer, name).weight, weights.last_layer.get(name)
-        if theirs is not None and theirs.shape == ours.shape:
-            ours.data.copy_(theirs)
-
-
-def by_batch_row(rows_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Sorts flat indices b*T+t by b.
-
-    Returns:
-        the t of each batch row [B, R], padded with 0, and where in it each index stands, b*R+r [M].
-    """
-    batch, time = shape
-    row, place = rows_M // time, rows_M % time
-    counts = row.bincount(minlength=batch)
-    width = max(1, int(counts.max()))
-    before = counts.cumsum(0) - counts
-    column = torch.arange(len(rows_M), device=rows_M.device) - before[row]
-    result = rows_M.new_zeros(batch, width)
-    result[row, column] = place
-    return result, row * width + column
-
-
-def row_mask(place_BT: Tensor, document_BT: Tensor | None, first: int = 0) -> Tensor:
-    """[B, T, T] who sees whom among true tokens at places 0, 1, ..: the past, from `first` on, of
-    one document; everyone sees itself."""
-    other, own = place_BT[:, None], place_BT[:, :, None]
-    mask = (other <= own) & (other >= own.clamp(max=first))
-    if document_BT is None:
-        return mask
-    return mask & (document_BT[:, None] == document_BT[:, :, None])

@@ -1,11 +1,12 @@
 """A draft vocabulary widened, row by row, by the ids of the row's own prompt and output.
 
 A head that draws on the target's frozen lm_head needs no training for a particular vocabulary: the
-lm_head's rows of further ids are gathered when these are first met, and drafts are chosen or drawn
-from one law over both parts, which is the law that the verifier is given.
+lm_head's rows of a text's further ids are gathered at the prefill, and all of them again whenever a
+round brings a new one.  Drafts are chosen or drawn from one law over both parts, which is the law
+that the verifier is given.
 
-Shape suffixes: B rows, T and M tokens, W nodes of a level, k tokens of a path, E further ids, D
-hidden width, V draft vocabulary and further ids.
+Shape suffixes: B rows, T and M tokens, L nodes of a level, k tokens of a path, E further ids, W
+hidden width, D draft vocabulary, further ids included.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .draft import padded
+from .shapes import Rates
 
 if TYPE_CHECKING:
     from .base import Head
@@ -30,8 +32,8 @@ class Widened:
     Attributes:
         inner: the head's own state.
         further: of each row, in the order in which they were met.
-        draft_ids: [B, V] target ids of the columns of the logits; id 0 stands behind a row's own.
-        project: states [B, W, D] -> logits [B, W, E] of the further ids, -inf behind a row's own;
+        draft_ids: [B, D] target ids of the columns of the logits; id 0 stands behind a row's own.
+        project: states [B, L, W] -> logits [B, L, E] of the further ids, -inf behind a row's own;
             None where no row has any.
     """
 
@@ -62,18 +64,18 @@ class Widened:
     def _of(cls, head: Head, inner: Any, further: list[list[int]]) -> Widened:
         """Gathers the lm_head's rows of `further`."""
         assert head.draft_ids is not None
-        ids_BV = head.draft_ids.expand(len(further), -1)
+        ids_BD = head.draft_ids.expand(len(further), -1)
         if not any(further):
-            return cls(head, inner, further, ids_BV, None)
+            return cls(head, inner, further, ids_BD, None)
         ids_BE, counts = padded(further, 0), torch.tensor([[len(ids)] for ids in further])
-        behind_B1E = (torch.arange(ids_BE.shape[1]) >= counts)[:, None].to(ids_BV.device)
-        ids_BE = ids_BE.to(ids_BV.device)
+        behind_B1E = (torch.arange(ids_BE.shape[1]) >= counts)[:, None].to(ids_BD.device)
+        ids_BE = ids_BE.to(ids_BD.device)
         lm_head = head.spec.projector(ids_BE, False)
 
-        def project(hidden_BWD: Tensor) -> Tensor:
-            return lm_head(hidden_BWD).masked_fill(behind_B1E, -torch.inf)
+        def project(hidden_BLW: Tensor) -> Tensor:
+            return lm_head(hidden_BLW).masked_fill(behind_B1E, -torch.inf)
 
-        return cls(head, inner, further, torch.cat([ids_BV, ids_BE], 1), project)
+        return cls(head, inner, further, torch.cat([ids_BD, ids_BE], 1), project)
 
     # -- what drafts grow from -------------------------------------------------------------------
 
@@ -97,14 +99,19 @@ class Widened:
         """See `Head`."""
         return self.head.sharpness
 
+    @property
+    def rates(self) -> Rates:
+        """See `Grower`."""
+        return self.head.rates
+
     def step(
-        self, state: Any, paths_BWk: Tensor, place_BW: Tensor, memo: dict[str, Tensor]
+        self, state: Any, paths_BLk: Tensor, place_BL: Tensor, memo: dict[str, Tensor]
     ) -> Tensor:
         """See `Head.step`."""
-        return self.head.step(state, paths_BWk, place_BW, memo)
+        return self.head.step(state, paths_BLk, place_BL, memo)
 
     def draft_logits(self, hidden: Tensor, paths: Tensor) -> Tensor:
-        """Logits [B, W, V]; a prior says nothing about further ids."""
+        """Logits [B, L, D]; a prior says nothing about further ids."""
         logits = self.head.draft_logits(hidden, paths)
         return logits if self.project is None else torch.cat([logits, self.project(hidden)], -1)
 

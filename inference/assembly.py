@@ -227,4 +227,15 @@ def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
             f"to {deepest}",
             stacklevel=3,
         )
+    if plan.tree is not None and not _branches_as_asked(drafter):
+        warnings.warn(
+            f"plan.tree is ignored: {drafter.name} drafts no tree of a given shape", stacklevel=3
+        )
     return plan.capped(deepest)
+
+
+def _branches_as_asked(drafter: Drafter) -> bool:
+    """Does it, or one of its parts, follow `Plan.tree`?  A drafter from elsewhere need not say."""
+    if isinstance(drafter, Merged):
+        return any(map(_branches_as_asked, drafter.drafters))
+    return not isinstance(drafter, NGram | Plain) and getattr(drafter, "trees", True)

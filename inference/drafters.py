@@ -84,8 +84,8 @@ class Merged:
         """All drafts in one tree, of which the likeliest nodes that pay are kept: how nodes are
         shared is left to the drafters' own estimates.  What a row keeps depends on that row alone.
         """
-        # What two drafters agree on may be worth twice what each thinks of it.
-        asked = replace(plan, worth=plan.worth / 2)
+        # What two agree on may be worth twice what each thinks of it; drawn nodes stay as they are.
+        asked = replace(plan, worth=plan.worth / 2) if sampling.greedy else plan
         parts = zip(self.drafters, state.parts, strict=True)
         drafts = [d.propose(s, root_B, asked, sampling, noise) for d, s in parts]
         return merge(drafts, [drafter.name for drafter in self.drafters], plan)

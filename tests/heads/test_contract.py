@@ -27,9 +27,13 @@ COMMON: list[dict[str, Any]] = [
     {"loss": "ce"},
     {"prior": 4, "draft_ids": True},
     {"low_rank": 8, "prior": 4, "loss": "lk"},
-    {"reach": 0.5, "on_policy": 0.5},
 ]
 FIELDS: dict[str, list[dict[str, Any]]] = {
+    "eagle": [
+        {"lm_head": "own", "draft_ids": True},
+        {"fusion": "fc", "taps": [0, 1, 2]},
+        {"feature_loss": 2.0, "taps": []},
+    ],
     "medusa": [
         {"lm_head": "own"},
         {"lm_head": "own", "draft_ids": True, "layers": 2},
@@ -39,6 +43,7 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
         {"layers": 1, "width": 24, "taps": [7]},
         {"prefix_attention": True, "taps": [1], "draft_ids": True},
     ],
+    "mtp": [{"modules": "depth"}, {"modules": "depth", "taps": [1], "draft_ids": True}],
 }
 CASES = [(kind, fields) for kind in sorted(HEADS) for fields in COMMON + FIELDS.get(kind, [])]
 DEPTH = 3

@@ -80,3 +80,13 @@ def test_a_row_is_cut_where_its_own_room_ends() -> None:
     short = TREE.shortened([1, 2])
     assert short.tokens == [[9, 1, 2], [8, 5, 6]]
     assert TREE.shortened([3, 2]) is TREE
+
+
+def test_what_is_known_of_nodes_is_cut_with_them() -> None:
+    draft = Draft.points(
+        TREE.tokens, TREE.parents, chances=[[1, 0.5, 0.4, 0.3, 0.2], [1, 0.6, 0.1]]
+    )
+    draft.sources = [[0, 1, 2, 2, 3], [0, 1, 1]]
+    short = draft.shortened([1, 1])
+    assert short.chances == [[1, 0.5, 0.4], [1, 0.6]]
+    assert short.sources == [[0, 1, 2], [0, 1]]

@@ -35,8 +35,8 @@ class Echo(Head):
     def unroll(self, batch, features, rows):
         return [features["hidden"].flatten(0, 1)[r] * self.scale for r in rows]
 
-    def step(self, state, paths_BWk, place_BW, memo):
-        return (state.hidden_BD * self.scale)[:, None].expand(-1, paths_BWk.shape[1], -1)
+    def step(self, state, paths_BLk, place_BL, memo):
+        return (state.hidden_BW * self.scale)[:, None].expand(-1, paths_BLk.shape[1], -1)
 '''
 USE = """
 import sys

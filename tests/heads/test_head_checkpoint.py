@@ -1,6 +1,7 @@
 """A head's folder: what is in it, and what is refused, by name and in two lines."""
 
 import json
+import os
 import warnings
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from selfdraft.heads import InputError, load_head, save_head
-from selfdraft.heads.checkpoint import sha256
+from selfdraft.heads.checkpoint import read_description, sha256
+from selfdraft.inference import packed
 from selfdraft.inference.target import TargetModel
 
 KINDS = {"medusa": {"lm_head": "own"}, "hydra": {"taps": [0, 2]}}
@@ -68,6 +70,14 @@ def test_description_says_what_is_needed(tmp_path: Path) -> None:
     assert d["wiring"] == {"norm_stage": "post", "taps": [0, 2], "draft_vocab": 4}
     assert d["target"] == tiny().spec.identity
     assert {"random", "seed", "fingerprint", "tokenizer"} <= d["target"].keys()
+
+
+def test_a_field_that_is_gone_and_changed_nothing_is_no_matter(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit(tmp_path, lambda d: d["config"].update(reach=0.0, on_policy=0.0))
+    load_head(tmp_path, tiny().spec)
+    edit(tmp_path, lambda d: d["config"].update(reach=0.5))
+    refused(tmp_path, "reach")
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
@@ -134,12 +144,10 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_another_dtype_is_cast_with_a_note(tmp_path: Path) -> None:
     saved(tmp_path)
-    target = other(seed=0)
     with pytest.warns(UserWarning, match="float32.*bfloat16.*cast"):
         head = load_head(tmp_path, TargetModel(stock(LLAMA, dtype=torch.bfloat16)).spec)
     assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
     assert head.draft_ids.dtype == torch.int64
-    assert target.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -161,6 +169,10 @@ def test_another_dtype_is_cast_with_a_note(tmp_path: Path) -> None:
         (lambda d: d.update(sharpness=[1.0]), "sharpness"),
         (lambda d: d.update(sharpness="abc"), "sharpness"),
         (lambda d: d.update(sharpness=[1.0, 0.0, 1.0]), "sharpness"),
+        (lambda d: d.update(tau_t1_by_depth=[0.5]), "tau_t1_by_depth"),
+        (lambda d: d.update(tau_t1_by_depth=[0.5, -0.1, None]), "tau_t1_by_depth"),
+        (lambda d: d["config"].update(width=10**15), "sizes"),
+        (lambda d: d["target"].pop("fingerprint"), "fingerprint is missing"),
     ],
 )
 def test_edits_are_named(change, word: str, tmp_path: Path) -> None:
@@ -203,3 +215,51 @@ def test_damaged_description(text: str, tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "head.json").write_bytes(text.encode("latin-1"))
     refused(tmp_path, "damaged")
+
+
+@pytest.mark.parametrize(
+    ("accepted", "rates"),
+    [([0.4, 0.1, None], (0.4, 0.25, 0.5)), ([0.4, 0.0, 0.0], (0.4, 0.0, 0.5)), (None, ())],
+)
+def test_rates_of_drawn_tokens_are_read(accepted: Any, rates: tuple, tmp_path: Path) -> None:
+    head = make_head("hydra", tiny().spec)
+    save_head(tmp_path, head, tau_t1_by_depth=accepted)
+    assert load_head(tmp_path, tiny().spec).rates == rates
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def test_a_head_that_was_packed_is_not_saved(tmp_path: Path) -> None:
+    head = saved(tmp_path / "whole")
+    if not packed.pack_linears(head):
+        pytest.skip("no packed linears here")
+    with pytest.raises(InputError, match="packed for decoding") as error:
+        save_head(tmp_path / "packed", head)
+    assert len(str(error.value).splitlines()) == 2
+    assert not (tmp_path / "packed").exists()
+
+
+def test_what_cannot_be_written_leaves_the_old_pair(tmp_path: Path) -> None:
+    head = saved(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    head.mlps[0].out.weight.data.add_(1.0)
+    for note in ("\udcff", {1, 2}):
+        with pytest.raises((UnicodeEncodeError, TypeError)):
+            save_head(tmp_path, head, note=note)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_description_is_utf_8(tmp_path: Path) -> None:
+    save_head(tmp_path, make_head("hydra", tiny().spec), note="modèle")
+    assert "modèle".encode() in (tmp_path / "head.json").read_bytes()
+    assert read_description(tmp_path)["note"] == "modèle"
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    dead, alive = 999_999_999, os.getppid()
+    kept = [f".head.json.{alive}", f".other.json.{dead}", ".head.json.swp", f".head.{dead}"]
+    for name in (*kept, f".head.json.{dead}", f".model.safetensors.{dead}"):
+        (tmp_path / name).write_text("torn")
+    saved(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"head.json", "model.safetensors", *kept}

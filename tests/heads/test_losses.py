@@ -7,6 +7,7 @@ import torch
 from loss_reference import NAMES, V, accepted, direct, distil, hits, scene
 
 from selfdraft.heads import losses, objectives
+from selfdraft.heads.calibration import top_chances
 
 
 @pytest.mark.parametrize("chunk", [30, 2**22])
@@ -43,6 +44,24 @@ def test_evaluation_gives_the_same_loss_and_the_acceptance(name, draft_vocab) ->
     ]
     torch.testing.assert_close(got["accepted"].tolist(), sums, rtol=1e-12, atol=1e-12)
     assert [got["top1"].tolist(), got["prefix"].tolist()] == list(hits(s))
+
+
+@pytest.mark.parametrize("with_all", [False, True])
+@torch.no_grad()
+def test_chances_are_summed_by_factor_and_depth(with_all) -> None:
+    s = scene(4, False, True)
+    if not with_all:
+        s.project_all = None
+    found = distil("kl", s)["chance"]
+    expected = [top_chances(s.project(states)).sum(1) for states in s.states]
+    torch.testing.assert_close(found, torch.stack(expected, 1), rtol=1e-12, atol=0)
+
+
+def test_products_are_of_depths_in_a_row() -> None:
+    rows = [torch.tensor([1, 2, 5]), torch.tensor([1, 5])]
+    hit_M = torch.tensor([True, False, True, False, True])
+    found = [p.nonzero()[:, 0].tolist() for p in losses.products(hit_M, rows, 7)]
+    assert found == [list(range(7)), [1, 5], [5]]
 
 
 def unused(hidden: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """MTP against its formula, read off the paper, place by place."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from fixtures import PROMPTS, TARGETS, batch_of, double, make_head, tiny
 from torch import Tensor
 from torch.nn import Module
 
-from selfdraft.heads import HEADS, InputError, Plan, load_head, save_head
+from selfdraft.heads import InputError, Plan, load_head, save_head
 from selfdraft.inference import packed, rounded
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
@@ -90,9 +91,11 @@ def test_r10_an_embedding_and_lm_head_of_its_own_it_has_not() -> None:
 
 def test_c2_a_module_fewer_than_the_config_says_is_refused(tmp_path: Path) -> None:
     """C2: the file holds three modules, head.json says four."""
-    head = make_head("mtp", tiny().spec, depth=3, modules="depth")
-    head.config = HEADS["mtp"].Config(depth=4, modules="depth")
-    save_head(tmp_path, head)
+    save_head(tmp_path, make_head("mtp", tiny().spec, depth=3, modules="depth"))
+    path = tmp_path / "head.json"
+    description = json.loads(path.read_text())
+    description["config"]["depth"] = 4
+    path.write_text(json.dumps(description))
     with pytest.raises(InputError, match=r"missing cells\.3"):
         load_head(tmp_path, tiny().spec)
 

@@ -152,7 +152,7 @@ def test_bigrams_are_those_of_loss_tokens(draft_ids: list[int] | None) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rank", [1, 5, 16, 40])
+@pytest.mark.parametrize("rank", [1, 5, 16])
 def test_a_low_rank_lm_head_starts_at_the_best_approximation(rank: int) -> None:
     generator = torch.Generator().manual_seed(0)
     lm_head = torch.randn(50, 16, generator=generator)

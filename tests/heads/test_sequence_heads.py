@@ -131,7 +131,7 @@ def agree(got: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
 def compare_memories(got: Memory | PrefixFeatures, expected: Memory | PrefixFeatures) -> None:
     if isinstance(got, PrefixFeatures):
         got, expected = (
-            Memory([m.cache], [m.hidden_BD], got.cache.length_B) for m in (got, expected)
+            Memory([m.cache], [m.hidden_BW], got.cache.length_B) for m in (got, expected)
         )
     for out, wanted in zip(got.outs, expected.outs, strict=True):
         agree(out, wanted)

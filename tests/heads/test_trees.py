@@ -11,7 +11,14 @@ import torch
 from fixtures import batch_of, make_head, spoiled_head, tiny
 
 from selfdraft.heads import HEADS, Draft, Head, Plan
-from selfdraft.heads.shapes import check_tree, likely_tree
+from selfdraft.heads.merging import merge
+from selfdraft.heads.shapes import (
+    check_tree,
+    first_rates,
+    likely_tree,
+    planned_tree,
+    tree_chances,
+)
 from selfdraft.inference.noise import RowNoise
 from selfdraft.inference.sampling import RowSampling
 from selfdraft.inference.settings import Settings
@@ -35,17 +42,17 @@ def proposed(head: Head, plan: Plan, root_B: torch.Tensor = ROOT, **settings: An
 def chances(head: Head, row: int, plan_depth: int, top: int) -> dict[tuple[int, ...], float]:
     """Log probability of every path over the `top` likeliest tokens of each node."""
     result: dict[tuple[int, ...], float] = {}
-    paths: list[tuple[tuple[int, ...], tuple[int, ...], float]] = [((), (), 0.0)]
+    paths: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     batch, target = batch_of([9, 9]), tiny()
     features = target.features(batch["ids"], batch["length"], head.taps)
     state = head.start(batch["ids"], torch.tensor([8, 6]), features)
     for _ in range(plan_depth):
         below = []
-        for path, _ranks, score in paths:
+        for path, score in paths:
             laws = law_after(head, state, row, path).log_softmax(-1)
             for value, token in zip(*(t.tolist() for t in laws.topk(top)), strict=True):
                 result[(*path, token)] = score + value
-                below.append(((*path, token), (), score + value))
+                below.append(((*path, token), score + value))
         paths = below
     return result
 
@@ -174,6 +181,62 @@ def test_likely_tree_grows_by_adding_nodes() -> None:
     assert all(small < large for small, large in itertools.pairwise(trees))
     for tree in trees:
         check_tree(tuple(tree))
+
+
+MEASURED = {
+    0.05: set(),
+    0.1: {(0,)},
+    0.37: {(0,), (1,), (0, 0)},
+    0.5: {(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)},
+    0.9: {(0,), (0, 0), (0, 0, 0)},
+}
+
+
+@pytest.mark.parametrize("rate", MEASURED)
+def test_a_shape_is_as_large_as_what_was_measured_pays(rate: float) -> None:
+    tree = planned_tree(Plan(3, nodes=16, worth=0.08), 3, True, (rate,) * 3)
+    assert set(tree) == MEASURED[rate]
+    check_tree(tree)
+    siblings = tree_chances(tuple((rank,) for rank in range(20)), (rate,))[1:]
+    assert sum(siblings) <= 1
+
+
+def test_rates_are_of_each_depth() -> None:
+    assert likely_tree(3, 3, (0.9, 0.2)) == ((0,), (0, 0), (0, 0, 0))
+    assert likely_tree(3, 3, (0.2, 0.1)) == ((0,), (1,), (2,))
+    assert tree_chances(((0,), (1,), (0, 0), (0, 0, 0)), (0.4, 0.3)) == pytest.approx(
+        [1, 0.4, 0.16, 0.12, 0.06]
+    )
+
+
+def test_rates_come_from_how_far_drawn_chains_are_accepted() -> None:
+    assert first_rates([0.4, 0.2, None, 0.1, 0.0, 0.0]) == (0.4, 0.5, 0.5, 0.5, 0.0, 0.5)
+    assert first_rates([0.5, 0.6]) == (0.5, 1.0)
+    assert first_rates([]) == ()
+
+
+def test_drawn_nodes_are_estimated_by_rates_and_chosen_ones_are_not() -> None:
+    head = make_head("hydra", tiny().spec, depth=3)
+    head.rates = (0.37, 0.37, 0.37)
+    drawn = proposed(head, Plan(3, nodes=16, worth=0.08), do_sample=True)
+    assert drawn.parents == [[-1, 0, 0, 1]] * 2
+    assert drawn.chances is not None
+    assert drawn.chances[0] == pytest.approx([1, 0.37, 0.148, 0.1369])
+    chosen = proposed(head, Plan(3, tree=((0,), (1,))))
+    assert chosen.chances == [[1, 0.5, 0.2]] * 2
+
+
+@pytest.mark.parametrize("rate", [0.9, 0.5, 0.37, 1 / 3])
+def test_all_that_is_drawn_stays_in_a_merge(rate: float) -> None:
+    """A node that is worth just what is asked is not lost to rounding."""
+    head = make_head("hydra", tiny().spec, depth=3)
+    head.rates = (rate, rate, rate)
+    for worth in (0.08, rate, rate**2, rate**3, rate * 0.4, rate * 0.16, rate * rate * 0.4):
+        plan = Plan(3, nodes=16, worth=worth)
+        drawn = proposed(head, plan, do_sample=True)
+        merged = merge([Draft.root(ROOT), drawn], ["ngram", "hydra"], plan)
+        assert (merged.tokens, merged.parents) == (drawn.tokens, drawn.parents)
+        assert len(drawn.tokens[0]) > 1
 
 
 @pytest.mark.parametrize(

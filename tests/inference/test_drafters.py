@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -75,6 +76,29 @@ def test_the_target_as_its_own_draft_model_is_always_right() -> None:
         prompts, max_new_tokens=40, do_sample=True
     )
     assert sampled.stats.acceptance_by_depth == pytest.approx([1.0] * 4)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_draft_model_of_few_positions(sampled: bool) -> None:
+    """It drafts no further, is not asked where no row has room, and its rows stay themselves."""
+    target = double()
+    fields = TARGETS["llama"] | {"max_position_embeddings": 24}
+    model = TargetModel(stock(fields, 1, target.dtype), target.tokenizer)
+    reached, inner = [], model.forward
+
+    def forward(ids_BN: Tensor, cache: Any, *arguments: Any) -> dict[str, Tensor]:
+        reached.append(max(cache.lengths) + ids_BN.shape[1])
+        return inner(ids_BN, cache, *arguments)
+
+    model.forward = forward  # type: ignore[method-assign]
+    spec = Speculator(target, DraftModel(model, target), 4)
+    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled}
+    alone = [spec.generate(ids, seed=s, **settings) for s, ids in enumerate(PROMPTS[:3])]
+    assert 20 < max(reached) <= 24
+    assert all(out.stats.drafted_by_depth for out in alone)
+    together = spec.generate(PROMPTS[:3], **settings).token_ids
+    assert together == [out.token_ids[0] for out in alone]
+    assert sampled or together == plain(target, PROMPTS[:3], 40)
 
 
 def test_statistics_tell_the_drafters_apart() -> None:
@@ -229,3 +253,44 @@ def test_bad_plans(fields: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(fields))) as error:
         Speculator(tiny(), plan=Plan(**fields))
     assert len(str(error.value).splitlines()) == 2
+
+
+FORKED = Plan(2, tree=((0,), (1,), (0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "follows"),
+    [
+        (lambda target: make_head("mtp", target.spec, modules="depth"), False),
+        (lambda target: DraftModel(other(target), target), False),
+        (lambda target: NGram(), False),
+        (lambda target: Merged([NGram(), DraftModel(other(target), target)]), False),
+        (lambda target: make_head("mtp", target.spec), True),
+        (lambda target: Merged([NGram(), make_head("hydra", target.spec)]), True),
+        (lambda target: script(target, max_depth=4), True),  # it does not say
+    ],
+    ids=["mtp-depth", "draft_model", "ngram", "merged-chains", "mtp", "merged", "custom"],
+)
+def test_a_tree_that_no_drafter_follows_is_told_of(make_it: Any, follows: bool) -> None:
+    target = tiny()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Speculator(target, make_it(target), FORKED)
+    assert any("plan.tree is ignored" in str(w.message) for w in told) != follows
+
+
+def test_only_chosen_nodes_are_asked_for_below_their_worth() -> None:
+    """Drafters that agree are believed more, which drawn nodes never do."""
+    asked: list[float] = []
+
+    class Watched(NGram):
+        def propose(self, state: Any, root_B: Tensor, plan: Plan, *rest: Any) -> Any:
+            asked.append(plan.worth)
+            return super().propose(state, root_B, plan, *rest)
+
+    hydra = make_head("hydra", tiny().spec)
+    spec = Speculator(tiny(), Merged([Watched(), hydra]), Plan(3, nodes=7, worth=0.2))
+    for sampled, worth in ((False, 0.1), (True, 0.2)):
+        asked.clear()
+        spec.generate(PROMPTS[0], max_new_tokens=6, do_sample=sampled)
+        assert set(asked) == {worth}

@@ -43,6 +43,13 @@ def widened(target: TableTarget, kind: str, seed: int, **fields: Any) -> Any:
     return made
 
 
+def rated(target: TableTarget, seed: int) -> Any:
+    """A head of which held-out rows have said how often its drawn tokens are accepted."""
+    made = head(target, "hydra", seed)
+    made.rates = (0.7, 0.3)
+    return made
+
+
 def points(target: TableTarget, seed: int) -> Drafter:
     return RandomPoints(target.vocab, seed)
 
@@ -62,6 +69,7 @@ CASES: dict[str, tuple[Callable[[TableTarget, int], Drafter], Plan, dict[str, An
         {"top_p": 0.8, "repetition_penalty": 1.6},
     ),
     "drawn-tree-of-a-budget": (lambda t, s: head(t, "hydra", s), Plan(2, nodes=3), {}),
+    "drawn-tree-of-rates": (rated, Plan(2, nodes=4, worth=0.1), {}),
     "points": (points, Plan(2), {}),
     "points-penalty": (points, Plan(2), {"repetition_penalty": 2.0, "top_k": 3}),
     "ngram": (lambda t, s: NGram(branches=2), Plan(3, nodes=4), {}),
@@ -79,6 +87,11 @@ CASES: dict[str, tuple[Callable[[TableTarget, int], Drafter], Plan, dict[str, An
         {},
     ),
     "low-rank-tree": (lambda t, s: head(t, "hydra", s, low_rank=2), Plan(2, tree=TREE), {}),
+    "merged-tree-of-rates": (
+        lambda t, s: Merged([points(t, s), rated(t, s)]),
+        Plan(1, nodes=4, worth=0.1),
+        {},
+    ),
     "merged-chain": (merged, Plan(2), {}),
     "merged-tree": (merged, Plan(1, tree=((0,), (1,))), {"top_p": 0.9}),
     "merged-ngram": (

@@ -123,6 +123,7 @@ TINY = PACKAGE / "configs" / "tiny.yaml"
 VALUES = ["true", "false", "2", "5", "0.25", "x", "[0.5, 0.75]", "[1]"]
 VALUES += ["auto", "pre", "post", "tv", "[{temperature: 0.5}]", "{model_type: gpt2}"]
 SOURCES = {"target.model"}  # stands in place of target.random
+BESIDE = {"head.lk_eta": ["head.loss=lk_hybrid"]}  # what a key is refused without
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -144,11 +145,12 @@ def values(kind: str, key: str) -> list[str]:
 
 def changed_by(kind: str, key: str, value: str) -> set[str]:
     """Keys of the resolved config that an override changes; none where it is refused."""
+    base = [f"head.kind={kind}", *BESIDE.get(key, [])]
     try:
-        config = load_config(TINY, [f"head.kind={kind}", f"{key}={value}"])
+        config = load_config(TINY, [*base, f"{key}={value}"])
     except ConfigError:
         return set()
-    before = leaves(load_config(TINY, [f"head.kind={kind}"]).model_dump(mode="json"))
+    before = leaves(load_config(TINY, base).model_dump(mode="json"))
     after = leaves(config.model_dump(mode="json"))
     return {name for name in after if after[name] != before.get(name)}
 
