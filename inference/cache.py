@@ -8,8 +8,9 @@ zeroing it would still give it weight e^0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ class SlotCache(Cache):
     """
 
     _rows = slice(None)  # that the current forward reads and writes
-    _ragged: Ragged | None = None  # how it lays their tokens out
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
@@ -44,7 +44,9 @@ class SlotCache(Cache):
         self.values: list[Tensor | None] = [None] * layers
         self.lengths, self._count = [0] * rows, rows
         self.capacity = _round_up(capacity)
-        self._slots: Tensor | slice = slice(0, 0)
+        # Where the current forward writes: slots of all rows, or [2, B, N] rows and slots, which
+        # are [2, 1, T] where rows are ragged.
+        self._places: slice | Callable[[torch.device], Tensor] = slice(0, 0)
         self.end = 0
 
     @contextmanager
@@ -64,16 +66,18 @@ class SlotCache(Cache):
         Returns:
             [B] the rows' lengths on `device`.
         """
-        self._ragged = ragged
         lengths_B = torch.tensor(self.lengths, device=device)
         self.end = max(self.lengths) + nodes
         if self.end > self.capacity:
             # By a quarter, so that a long answer copies each token a few times only.
             self._grow(_round_up(max(self.end, self.capacity * 5 // 4)))
-        if min(self.lengths) == max(self.lengths):
-            self._slots = slice(self.lengths[0], self.end)
-        else:
-            self._slots = lengths_B[:, None] + torch.arange(nodes, device=device)
+        if ragged is None and min(self.lengths) == max(self.lengths):
+            self._places = slice(self.lengths[0], self.end)
+            return lengths_B
+        slots_BN = lengths_B[:, None] + torch.arange(nodes, device=device)
+        rows_BN = torch.arange(len(slots_BN), device=device)[:, None].expand_as(slots_BN)
+        places = [x if ragged is None else ragged.close(x) for x in (rows_BN, slots_BN)]
+        self._places = _everywhere(torch.stack(places))
         return lengths_B
 
     def update(
@@ -81,8 +85,6 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Writes a layer's new keys and values [B, H, N, D], or [1, H, T, D] of ragged rows, and
         returns all slots in use."""
-        if self._ragged is not None:
-            key_states, value_states = map(self._ragged.open_heads, (key_states, value_states))
         return (
             self._write(self.keys, key_states, layer_idx),
             self._write(self.values, value_states, layer_idx),
@@ -95,24 +97,29 @@ class SlotCache(Cache):
             buffer = new.new_zeros(self._count, heads, self.capacity, width)
             buffers[layer] = buffer
         buffer = buffer[self._rows]
-        if isinstance(self._slots, slice):
-            buffer[:, :, self._slots] = new
+        if isinstance(self._places, slice):
+            buffer[:, :, self._places] = new
         else:
-            rows_B1 = torch.arange(len(buffer), device=new.device)[:, None]
-            buffer[rows_B1, :, self._slots.to(new.device)] = new.transpose(1, 2)
+            rows_BN, slots_BN = self._places(new.device)
+            buffer[rows_BN, :, slots_BN] = new.transpose(1, 2)
         return buffer[:, :, : self.end]
 
     def keep(self, paths: list[list[int]]) -> None:
-        """Keeps, for each row, the draft nodes of an accepted path (root first), moved together."""
-        for row, path in enumerate(paths):
-            start = self.lengths[row]
-            if path != list(range(len(path))):
-                source = torch.tensor(path) + start
-                for buffer in (*self.keys, *self.values):
-                    if buffer is not None:
-                        kept = buffer[row, :, source.to(buffer.device)]
-                        buffer[row, :, start : start + len(path)] = kept
-            self.lengths[row] = start + len(path)
+        """Keeps, for each row, the draft nodes of an accepted path, root first."""
+        moves = [
+            (row, start + node, start + place)
+            for row, (start, path) in enumerate(zip(self.lengths, paths, strict=True))
+            for place, node in enumerate(path)
+            if node != place
+        ]
+        self.lengths = [start + len(p) for start, p in zip(self.lengths, paths, strict=True)]
+        if not moves:
+            return
+        moved = _everywhere(torch.tensor(moves).T)
+        for buffer in (*self.keys, *self.values):
+            if buffer is not None:
+                rows_M, from_M, to_M = moved(buffer.device)
+                buffer[rows_M, :, to_M] = buffer[rows_M, :, from_M]  # all are read first
 
     def select(self, rows: list[int]) -> None:
         """Keeps `rows` alone, in that order."""
@@ -150,9 +157,10 @@ class SlotCache(Cache):
         """-1: no fixed length."""
         return -1
 
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(b.nbytes for b in (*self.keys, *self.values) if b is not None)
+
+def _everywhere(index: Tensor) -> Callable[[torch.device], Tensor]:
+    """`index` on any device, copied to each once."""
+    return cache(index.to)
 
 
 def _round_up(slots: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..heads.errors import InputError
 from .decode import Row, decode
 from .prompts import check_ids
 from .settings import REFUSED, Settings, refuse
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
     from .speculator import Speculator
 
 PER_ROW = "prompt_ignore_length"
+TAKEN = (
+    "attention_mask position_ids cache_position use_cache logits_to_keep synced_gpus return_dict "
+    "output_attentions output_hidden_states output_router_logits labels num_items_in_batch"
+).split()
+"""Arguments that transformers adds to a call, and those that change no token."""
 
 
 def run(
     spec: Speculator,
     input_ids: Tensor,
-    attention_mask: Tensor | None,
+    given: dict[str, Any],
     logits_processor: Any,
     stopping_criteria: Any,
     config: Any,
@@ -32,17 +38,19 @@ def run(
 
     Args:
         input_ids: [B, T] prompts.
-        attention_mask: [B, T] of them; None: no padding.
+        given: the call's further arguments: `attention_mask` [B, T] of the prompts (None: no
+            padding), and what transformers adds for its own loops.
         logits_processor, stopping_criteria: as transformers prepared them, warpers included.
         config: the generation config of the call.
     Returns:
         [B, T + new] prompts and new tokens, right padded with the pad id.
     Raises:
-        InputError: a setting that cannot be honoured, by name.
+        InputError: a setting that cannot be honoured, or an input beside the ids, by name.
     """
+    _refuse_inputs(given)
     for name in REFUSED:
         refuse(name, getattr(config, name, None))
-    if attention_mask is None:
+    if (attention_mask := given.get("attention_mask")) is None:
         attention_mask = torch.ones_like(input_ids)
     # The random stream is the caller's torch generator: a set seed repeats.
     seeds = torch.randint(2**62, (len(input_ids),)).tolist()
@@ -51,7 +59,7 @@ def run(
     for index, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
         prompt, seen = ids[mask].tolist(), ids.tolist()
         check_ids(spec.target, prompt, f"prompt {index}")
-        room = spec.target.spec.max_positions - len(prompt)
+        room = spec.target.max_positions - len(prompt)
         stop = _stop_rule(seen, stopping_criteria, input_ids.device)
         # Processors see the padded row, as they do in transformers.
         rows.append(Row(index, prompt, seeds[index], min(limit, room), set(), seen=seen, stop=stop))
@@ -63,6 +71,24 @@ def run(
     pad = _pad_id(config)
     new = [row.new + [pad] * (longest - len(row.new)) for row in rows]
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+
+
+def _refuse_inputs(given: dict[str, Any]) -> None:
+    """Raises InputError for what the model would read beside the ids: images, embeddings, tokens
+    that a cache holds already."""
+    for name, value in given.items():
+        if name not in TAKEN and not _is_empty(value):
+            raise InputError(
+                f"custom_generate does not take {name}",
+                "Leave it out: ids and their attention_mask are all that is read.",
+            )
+
+
+def _is_empty(value: Any) -> bool:
+    """True for nothing, for a cache without tokens, and for transformers' dict of no images."""
+    if hasattr(value, "get_seq_length"):
+        return not value.get_seq_length()
+    return value is None or (isinstance(value, dict) and not value)
 
 
 def _pad_id(config: Any) -> int:
@@ -90,8 +116,11 @@ def _stop_rule(prompt: list[int], criteria: Any, device: torch.device) -> Any:
     if not criteria:
         return None
 
+    ids = torch.tensor([prompt], device=device)  # and the new ones, each call brings one more
+
     def stopped(new: list[int]) -> bool:
-        ids = torch.tensor([prompt + new], device=device)
+        nonlocal ids
+        ids = torch.cat([ids, ids.new_tensor([new[-1:]])], 1)
         return bool(torch.as_tensor(criteria(ids, None)).all())
 
     return stopped

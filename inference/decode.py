@@ -143,7 +143,10 @@ class Batch:
         stats.rows += len(rows)
         stats.tokens += len(rows)
         stats.forwards += forwards(lengths)
-        return self._commit([Verdict([], [root]) for root in roots], None)
+        verdicts = [Verdict([], [root]) for root in roots]
+        commits = self._commit(verdicts, None)
+        self._retire(verdicts, {})
+        return commits
 
     def _draw(self, laws_BV: Tensor, lengths: list[int]) -> list[int]:
         noise = self._noise(lengths)
@@ -188,10 +191,13 @@ class Batch:
                 self.record.add(row.index, {k: v[b, path] for k, v in features.items()})
         self.cache.keep([verdict.path for verdict in verdicts])
         commits = self._commit(verdicts, draft)
-        self._advance(verdicts, features)
+        verdicts, features = self._retire(verdicts, features)
+        if self.rows:
+            self._advance(verdicts, features)
         return commits
 
     def _commit(self, verdicts: list[Verdict], draft: Draft | None) -> list[Commit]:
+        """Emits what a round, or without a draft the prefill, has decided, and counts it."""
         commits = []
         for b, (row, verdict) in enumerate(zip(self.rows, verdicts, strict=True)):
             commit = row.emit(verdict.tokens)
@@ -199,9 +205,6 @@ class Batch:
             if draft is not None:
                 self._count(draft, b, verdict.path, len(commit.tokens))
             commits.append(commit)
-        self._alive = _closed_up([not row.finish for row in self.rows])
-        if draft is None:
-            self._drop_finished()
         return commits
 
     def _count(self, draft: Draft, row: int, path: list[int], tokens: int) -> None:
@@ -209,19 +212,27 @@ class Batch:
         self.stats.count_round(max(draft.depths[row]), len(emitted), tokens)
         names = draft.names or (self.drafter.name,)
         nodes = len(draft.depths[row])
-        bits = draft.sources[row][:nodes] if draft.sources else [0] + [1] * (nodes - 1)
+        bits = draft.sources[row] if draft.sources else [0] + [1] * (nodes - 1)
         self.stats.count_drafters(names, bits, emitted)
 
+    def _retire(
+        self, verdicts: list[Verdict], features: Features
+    ) -> tuple[list[Verdict], Features]:
+        """Drops the rows that have ended, from the batch and from what it gives back."""
+        alive = _closed_up([not row.finish for row in self.rows])
+        if len(alive) == len(self.rows):
+            return verdicts, features
+        self.rows = [self.rows[b] for b in alive]
+        if alive:
+            self.cache.select(alive)
+            self.sampling = self.sampling.select(alive)
+            self.state = self.state.select(torch.tensor(alive, device=self.target.device))
+        kept = {name: value[alive] for name, value in features.items()}
+        return [verdicts[b] for b in alive], kept
+
     def _advance(self, verdicts: list[Verdict], features: Features) -> None:
-        """Hands the committed tokens and their states to the drafter, for rows that go on."""
-        alive, device = self._alive, self.target.device
-        if not alive:
-            self.rows = []
-            return
-        if len(alive) < len(verdicts):
-            features = {name: value[alive] for name, value in features.items()}
-            verdicts = [verdicts[b] for b in alive]
-            self._drop_finished()
+        """Hands the committed tokens and their states to the drafter."""
+        device = self.target.device
         nodes_BM = padded([verdict.path for verdict in verdicts], 0, device)
         rows_B1 = torch.arange(len(verdicts), device=device)[:, None]
         path_features = {name: value[rows_B1, nodes_BM] for name, value in features.items()}
@@ -229,16 +240,6 @@ class Batch:
         count_B = torch.tensor([len(verdict.path) for verdict in verdicts], device=device)
         with self.stats.timed("draft"):
             self.state = self.drafter.advance(self.state, committed_BM, count_B, path_features)
-
-    def _drop_finished(self) -> None:
-        alive = self._alive
-        if len(alive) == len(self.rows):
-            return
-        self.rows = [self.rows[b] for b in alive]
-        if alive:
-            self.cache.select(alive)
-            self.sampling = self.sampling.select(alive)
-            self.state = self.state.select(torch.tensor(alive, device=self.target.device))
 
 
 @torch.inference_mode()

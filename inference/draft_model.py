@@ -13,6 +13,7 @@ from torch import Tensor
 from ..heads.draft import Draft, Plan, padded
 from ..heads.errors import InputError
 from ..heads.protocols import Features, Noise, Sampling, State
+from ..heads.shapes import Rates
 from ..heads.trees import grow
 from .cache import SlotCache
 from .target import TargetModel
@@ -54,17 +55,18 @@ class DraftModel:
     trees: bool = False
     draft_ids: Tensor | None = None
     sharpness: list[float] | None = None
+    rates: Rates = ()
 
     def __init__(self, model: TargetModel, target: TargetModel, max_depth: int = 4) -> None:
         check_same_vocabulary(model, target)
-        self.model, self.spec, self.max_depth = model, target.spec, max_depth
+        self.model, self.spec, self.max_depth = model, target, max_depth
         self.name = "draft_model"
 
     def start(self, ids_BT: Tensor, length_B: Tensor, features: Features) -> State:
         """See `heads.protocols.Drafter`."""
         lengths = length_B.tolist()
         cache = self.model.new_cache(len(lengths), ids_BT.shape[1] + 64)
-        known_BT = ids_BT[:, :-1].clamp(max=self.model.spec.vocab_size - 1)
+        known_BT = ids_BT[:, :-1].clamp(max=self.model.vocab_size - 1)
         self.model.prefill(known_BT.to(self.model.device), lengths, cache, [])
         roots = ids_BT[torch.arange(len(lengths)), length_B].tolist()
         return DraftModelState(cache, [[root] for root in roots], [[] for _ in roots])
@@ -77,8 +79,14 @@ class DraftModel:
         sampling: Sampling,
         noise: Noise,
     ) -> Draft:
-        """A chain."""
-        return grow(self, state, root_B, plan, sampling, noise)
+        """A chain, for each row for which the model has positions left."""
+        depth = min(plan.depth, self.max_depth)
+        known = [n + len(ids) for n, ids in zip(state.cache.lengths, state.unread, strict=True)]
+        # Of the tokens drafted the last is not read.
+        room = [depth if n + depth - 1 <= self.model.max_positions else 0 for n in known]
+        if not any(room):
+            return Draft.root(root_B)
+        return grow(self, state, root_B, plan, sampling, noise).shortened(room)
 
     def step(
         self,
@@ -96,7 +104,7 @@ class DraftModel:
                 guessed += row
         counts = [len(row) for row in rows]
         ids_BN, width = padded(rows, 0), max(counts)
-        ids_BN.clamp_(max=self.model.spec.vocab_size - 1)  # padding ids of a larger target
+        ids_BN.clamp_(max=self.model.vocab_size - 1)  # padding ids of a larger target
         chain = torch.ones(1, width, width, dtype=torch.bool).tril()
         valid_BN = torch.arange(width) < torch.tensor(counts)[:, None]
         features = self.model.forward(
@@ -135,14 +143,14 @@ def check_same_vocabulary(model: TargetModel, target: TargetModel) -> None:
     """
     ours, theirs = target.tokenizer, model.tokenizer
     if ours is None or theirs is None:
-        sizes = target.spec.vocab_size, model.spec.vocab_size
+        sizes = target.vocab_size, model.vocab_size
         if sizes[0] != sizes[1]:
             raise InputError(
                 f"the target has {sizes[0]} ids, the draft model {sizes[1]}",
                 "Without tokenizers to compare, a draft model must have the target's size.",
             )
         return
-    count = min(len(ours), len(theirs), target.spec.vocab_size, model.spec.vocab_size)
+    count = min(len(ours), len(theirs), target.vocab_size, model.vocab_size)
     pairs = zip(
         ours.convert_ids_to_tokens(list(range(count))),
         theirs.convert_ids_to_tokens(list(range(count))),

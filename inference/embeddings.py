@@ -6,7 +6,6 @@ the target is.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,7 +79,7 @@ class TargetEnds(TargetModel):
         self._projection = Projection(self.lm_head, self.config)
         norm, rows = start.pop(NORM, None), self._projection.start_rows
         self.weights = TargetWeights(rows, norm, start)
-        self.spec = replace(self._spec({}), identity=notes["identity"])
+        self.spec = self._spec(notes["identity"])
 
     @classmethod
     def read(cls, folder: Path, *, device: str = "auto", **named: Any) -> TargetEnds:

@@ -221,11 +221,28 @@ def adapter_fingerprint(adapter: str) -> str:
     return _digest(sorted(found.items()), None)[0]
 
 
+def identity(model: Any, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """What recognises a target, whatever its name."""
+    config = model.config.get_text_config()
+    return {
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "vocab_size": vocab_size,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        **fingerprints(model),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+    }
+
+
 def fingerprints(model: nn.Module) -> dict[str, str]:
     """`fingerprint`, a hash of every weight by name; and `fingerprint_bf16` of the same weights
     rounded to bfloat16, in which those stored in other dtypes agree."""
-    exact, rounded = _digest(weights(model), None, torch.bfloat16)
-    return {"fingerprint": exact, "fingerprint_bf16": rounded}
+    kinds: list[torch.dtype | None] = [None, torch.bfloat16]
+    if all(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        kinds.pop()  # the two are one
+    digests = _digest(weights(model), *kinds)
+    return {"fingerprint": digests[0], "fingerprint_bf16": digests[-1]}
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]], *dtypes: torch.dtype | None) -> list[str]:

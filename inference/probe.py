@@ -31,7 +31,7 @@ def probe_target(target: TargetModel) -> None:
     """
     if target.device.type == "meta":
         return
-    ids = torch.arange(8, device=target.device) * 7 % target.spec.vocab_size
+    ids = torch.arange(8, device=target.device) * 7 % target.vocab_size
     draft = Draft(
         ids[None, 4:],
         torch.tensor([[-1, 0, 0, 1]]),

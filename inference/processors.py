@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from ..heads.errors import InputError
-from .warpers import Warper, WhereLaws, faster
+from .warpers import MinP, TopK, TopP, Typical, WhereLaws, faster
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 # Dividing by less would overflow float32 logits of a few hundred million; the law is the argmax.
 COLDEST = 1e-30
 PREFIX_FREE = (
-    Warper,
+    TopK,
+    TopP,
+    MinP,
+    Typical,
     WhereLaws,
     stock.TemperatureLogitsWarper,
     stock.TopHLogitsWarper,
@@ -125,8 +128,8 @@ def _made(settings: Settings, name: str, make: Any, *arguments: Any) -> Any:
 
 
 def prefix_free(processor: Any) -> bool:
-    """True when `processor` does not look at the prefix."""
-    return isinstance(processor, PREFIX_FREE)
+    """True when `processor` does not look at the prefix; a subclass of one that does not may."""
+    return type(processor) in PREFIX_FREE
 
 
 def refuse_bound(custom: Sequence[Any]) -> None:

@@ -1,15 +1,17 @@
-"""From hidden states to logits: the lm_head, dense, packed or rounded, whole or some of its rows.
+"""From hidden states to logits: the lm_head, dense, packed or rounded, whole or some of its rows;
+and from ids to embeddings.
 
 Shape suffixes: D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..heads.errors import InputError
 from . import packed, rounded
@@ -18,7 +20,8 @@ Project = Callable[[Tensor], Tensor]
 
 
 class Projection:
-    """`TargetSpec.projector` of one lm_head; what it makes is kept for reuse.
+    """`TargetSpec.projector` of one lm_head.  What it makes is kept for reuse; of a head's ids, for
+    as long as these are there.
 
     Args:
         lm_head: of the target; a module without a dense weight (quantized) is called as it is.
@@ -29,7 +32,8 @@ class Projection:
         self.lm_head, self.config = lm_head, config
         self.weight: Tensor | None = getattr(lm_head, "weight", None)
         self.vocab_size = config.vocab_size if self.weight is None else self.weight.shape[0]
-        self._made: dict[Any, tuple[Tensor | None, Project]] = {}
+        # By the ids, and by the weight itself for all ids.
+        self._made: MutableMapping[Tensor, dict[packed.Make, Project]] = WeakTensorKeyDictionary()
 
     def __call__(self, rows: Tensor | None, drafting: bool) -> Project:
         """See `TargetSpec.projector`."""
@@ -48,11 +52,12 @@ class Projection:
         return self._kept(None, packed.product)(hidden)
 
     def _kept(self, rows: Tensor | None, make: packed.Make) -> Project:
-        key = (make, None if rows is None else (rows.data_ptr(), len(rows)))
-        if key not in self._made:
-            # The rows are kept as well: their address is the key.
-            self._made[key] = rows, self._make(rows, make)
-        return self._made[key][1]
+        if not isinstance(self.lm_head, nn.Linear):
+            return self._make(rows, make)  # the module itself, there is nothing to keep
+        made = self._made.setdefault(self.lm_head.weight if rows is None else rows, {})
+        if make not in made:
+            made[make] = self._make(rows, make)
+        return made[make]
 
     def weight_rows(self, rows: Tensor | None = None) -> Tensor:
         """The dense lm_head weight [V, D], or its `rows` [D', D] (a copy).
@@ -118,3 +123,17 @@ def _scaled(config: Any, logits: Tensor) -> Tensor:
     if factor := getattr(config, "logit_scale", None):
         logits = logits * factor
     return logits
+
+
+def embedder(embedding: Any, config: Any) -> Callable[[Tensor], Tensor]:
+    """ids [..] -> embeddings [.., D] as they enter the first layer.  Granite, and Gemma before its
+    embedding module did, scale them outside of it."""
+    scale = getattr(config, "embedding_multiplier", None) or 1.0
+    if config.model_type in ("gemma", "gemma2") and not hasattr(embedding, "embed_scale"):
+        scale = config.hidden_size**0.5
+
+    @torch.no_grad()
+    def embed(ids: Tensor) -> Tensor:
+        return embedding(ids) if scale == 1.0 else embedding(ids) * scale
+
+    return embed

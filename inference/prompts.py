@@ -12,7 +12,6 @@ from torch import Tensor
 from ..heads.errors import InputError, check_switch
 from .target import TargetModel
 
-Prompt = str | list[dict[str, Any]] | list[int] | Tensor
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STOP_TAIL = 16  # tokens looked at beyond a stop string's own length in characters
 
@@ -23,7 +22,8 @@ def prompt_ids(target: TargetModel, prompts: Any, chat: bool) -> tuple[list[list
     Returns:
         the ids, and whether a list was given.
     Raises:
-        InputError: an empty prompt, ids outside the vocabulary, a prompt that leaves no position.
+        InputError: an empty prompt, ids outside the vocabulary, a prompt that leaves no position,
+            padding.
     """
     check_switch("chat", chat)
     many = not _is_single(prompts)
@@ -32,7 +32,23 @@ def prompt_ids(target: TargetModel, prompts: Any, chat: bool) -> tuple[list[list
         raise InputError("the list of prompts is empty", "Give at least one prompt.")
     for number, ids in enumerate(rows):
         check_ids(target, ids, f"prompt {number}" if many else "the prompt")
+    if isinstance(prompts, Tensor) and len(rows) > 1:
+        _refuse_padding(target, rows)
     return rows, many
+
+
+def _refuse_padding(target: TargetModel, rows: list[list[int]]) -> None:
+    """Raises InputError for rows of a tensor that are padded: their padding would be read as text.
+    A pad id that has another meaning says nothing."""
+    roles = ("pad", "bos", "eos", "unk")
+    pad, *others = (getattr(target.tokenizer, f"{role}_token_id", None) for role in roles)
+    if pad is None or pad in target.eos_ids or pad in others:
+        return
+    if any(pad in (ids[0], ids[-1]) for ids in rows):
+        raise InputError(
+            f"rows of the prompt tensor begin or end with the pad id {pad}",
+            "Give prompts of unlike length as a list of lists of ids, without padding.",
+        )
 
 
 def _is_single(prompts: Any) -> bool:
@@ -106,18 +122,18 @@ def _chat_ids(target: TargetModel, messages: list[dict[str, Any]]) -> list[int]:
 
 def check_ids(target: TargetModel, ids: list[int], name: str) -> None:
     """Raises InputError for an empty prompt, a foreign id, or no position left for the answer."""
-    spec = target.spec
+    size, positions = target.vocab_size, target.max_positions
     if not ids:
         raise InputError(f"{name} has no tokens", "Give at least one token.")
-    if min(ids) < 0 or max(ids) >= spec.vocab_size:
-        wrong = next(i for i in ids if not 0 <= i < spec.vocab_size)
+    if min(ids) < 0 or max(ids) >= size:
+        wrong = next(i for i in ids if not 0 <= i < size)
         raise InputError(
-            f"{name} has id {wrong}, the target's vocabulary has {spec.vocab_size}",
+            f"{name} has id {wrong}, the target's vocabulary has {size}",
             "Tokenize it with the target's own tokenizer.",
         )
-    if len(ids) >= spec.max_positions:
+    if len(ids) >= positions:
         raise InputError(
-            f"{name} has {len(ids)} tokens, the target has {spec.max_positions} positions",
+            f"{name} has {len(ids)} tokens, the target has {positions} positions",
             "Shorten it; at least one position must be left for the answer.",
         )
 

@@ -114,7 +114,7 @@ class Settings:
             kind = type(self.logits_processor).__name__
             raise InputError(f"logits_processor is a {kind}", "Give a list of LogitsProcessors.")
         for name in ("suppress_tokens", "begin_suppress_tokens"):
-            if not isinstance(getattr(self, name) or [], list | tuple):
+            if not isinstance(getattr(self, name), list | tuple | None):
                 raise InputError(f"{name} is {getattr(self, name)!r}", "Give a list of ids.")
         refuse_bound(self.logits_processor)
         self.processors(1)  # raises for what transformers does not take
@@ -190,7 +190,12 @@ def settings_for(
             raise InputError(f"generate does not take {name}", OTHERWISE[name])
         else:
             raise InputError(f"generate does not take {name!r}", nearest(name, [*known, *call]))
-    wanted = {name: value for name, value in wanted.items() if value is not None}
+    # Tensors and arrays, which transformers takes too, as lists and numbers.
+    wanted = {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in wanted.items()
+        if value is not None
+    }
     settings = Settings(**wanted, eos_ids=tuple(sorted(eos_ids)), max_new_tokens=tokens)
     for name, ids in settings.token_ids().items():
         for token in ids:

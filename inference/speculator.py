@@ -180,13 +180,14 @@ class Speculator:
         return self._stream(rows, settings, counts)
 
     def _stream(self, rows: list[Row], settings: Settings, stats: Stats) -> Iterator[str]:
-        shown = ""
+        (row,), start, shown = rows, 0, 0
         for _ in decode(self.target, self.drafter, rows, settings, self.plan, stats):
-            text = self._text(rows[0].new)
+            # Behind the tokens shown last, since tokenizers strip the space before a text.
+            before, text = self._text(row.new[start:shown]), self._text(row.new[start:])
             # An incomplete character is held back until its last byte has come.
-            if not text.endswith("�") or rows[0].finish:
-                yield text[len(shown) :]
-                shown = text
+            if len(text) > len(before) and (row.finish or not text.endswith("�")):
+                yield text[len(before) :]
+                start, shown = shown, len(row.new)
 
     def __call__(
         self,
@@ -198,20 +199,18 @@ class Speculator:
         **kwargs: Any,
     ) -> Tensor:
         """`target_model.generate(ids, custom_generate=spec)`: transformers' left-padded ids in,
-        the same form out.  Its own processors and stopping criteria are honoured."""
+        the same form out.  Its own processors and stopping criteria are honoured; a streamer is
+        not handed on by transformers."""
         from .custom_generate import run
 
-        # transformers passes a mask twice where the signature names one.
-        mask = kwargs.get("attention_mask")
-        if kwargs.get("streamer") is not None:
-            raise InputError("custom_generate does not take streamer", "Use Speculator.stream.")
         # The decoder, since an adapter's wrapper hands on the model that it wraps.
         if model.get_decoder() is not self.target.decoder:
             raise InputError(
                 f"custom_generate on a {type(model).__name__} that is not this Speculator's target",
                 "Call generate on the model that it was made of (spec.target.model).",
             )
-        return run(self, input_ids, mask, logits_processor, stopping_criteria, generation_config)
+        # transformers passes a mask twice where the signature names one.
+        return run(self, input_ids, kwargs, logits_processor, stopping_criteria, generation_config)
 
     def _settings(self, given: dict[str, Any], max_new_tokens: int) -> Settings:
         check_count("max_new_tokens", max_new_tokens)
@@ -219,7 +218,7 @@ class Speculator:
             given,
             call=CALL_ARGUMENTS,
             eos_ids=self.target.eos_ids,
-            vocab=self.target.spec.vocab_size,
+            vocab=self.target.vocab_size,
             tokens=max_new_tokens,
         )
 
@@ -238,7 +237,7 @@ class Speculator:
             raise InputError(f"{len(seeds)} seeds for {len(prompts)} rows", "Give one a row.")
         rows = []
         for index, (ids, row_seed) in enumerate(zip(prompts, seeds, strict=True)):
-            positions = self.target.spec.max_positions - len(ids)
+            positions = self.target.max_positions - len(ids)
             limit = min(max_new_tokens, positions)
             reason = "length" if limit == max_new_tokens else "positions"
             eos_ids = self.target.eos_ids

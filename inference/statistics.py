@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 PARTS = ("prefill", "draft", "target", "verify", "host")
 
@@ -86,25 +85,3 @@ class Stats:
             accepted = sum(bits[node] >> bit & 1 for node in emitted)
             self.drafted_by[name] = self.drafted_by.get(name, 0) + drafted
             self.accepted_by[name] = self.accepted_by.get(name, 0) + accepted
-
-    def merge(self, other: Stats) -> None:
-        """Adds another call's figures."""
-        for name in ("rows", "tokens", "rounds", "forwards"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("drafted_by_depth", "accepted_by_depth"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for depth, count in enumerate(theirs):
-                mine[depth] += count
-        for name in ("drafted_by", "accepted_by", "seconds"):
-            mine = getattr(self, name)
-            for key, value in getattr(other, name).items():
-                mine[key] = mine.get(key, 0) + value
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able, derived figures included."""
-        return {
-            **vars(self),
-            "tokens_per_round": self.tokens_per_round,
-            "acceptance_by_depth": self.acceptance_by_depth,
-        }

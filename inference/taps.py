@@ -1,4 +1,4 @@
-"""Tapped hidden states: hooks that are there during one forward only.
+"""What holds during one forward only: hooks that tap hidden states, and evaluation mode.
 
 Shape suffixes: B rows, T tokens, D hidden width.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +16,22 @@ from ..heads.errors import InputError
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that trains does not: no dropout.  Afterwards every module is as it was."""
+    modules = list(model.modules()) if model.training else []
+    modes = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+@contextmanager
 def tapped(layers: nn.ModuleList, taps: list[int]) -> Iterator[dict[int, Tensor]]:
-    """Fills a dict by tap [B, T, D] while the model runs inside the block.
+    """Fills a dict by tap [B, T, D] while the model runs inside the block, in the same thread.
 
     Args:
         layers: the decoder's.
@@ -33,16 +48,19 @@ def tapped(layers: nn.ModuleList, taps: list[int]) -> Iterator[dict[int, Tensor]
 
 
 def _hook(layers: nn.ModuleList, tap: int, states: dict[int, Tensor]) -> Any:
-    if tap < len(layers):
+    thread = get_ident()  # other threads may run the same layers meanwhile
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        # A hook that is removed while another thread comes to it is called without kwargs.
+        if get_ident() == thread:
             states[tap] = args[0] if args else kwargs["hidden_states"]
 
-        return layers[tap].register_forward_pre_hook(before, with_kwargs=True)
-
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        states[tap] = output[0] if isinstance(output, tuple) else output
+        if get_ident() == thread:
+            states[tap] = output[0] if isinstance(output, tuple) else output
 
+    if tap < len(layers):
+        return layers[tap].register_forward_pre_hook(before, with_kwargs=True)
     return layers[-1].register_forward_hook(after)
 
 

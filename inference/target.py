@@ -6,6 +6,7 @@ Shape suffixes: B rows, T tokens, N draft nodes, K taps, D hidden width, V vocab
 from __future__ import annotations
 
 import inspect
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from .masks import layer_kinds, sliding_window, slot_masks
 from .offload import home, in_memory
 from .prefill import prefill
 from .probe import probe_target
-from .projection import Projection
+from .projection import Projection, embedder
 from .ragged import ragged
 from .random_target import random_model
-from .taps import decoder_layers, tapped
+from .taps import decoder_layers, evaluating, tapped
 from .weights import target_weights
 
 
@@ -33,7 +34,6 @@ class TargetModel:
     """A transformers decoder-only model that is only read.
 
     Attributes:
-        spec: what heads know of it.
         tokenizer: of the model; None when prompts are given as ids.
         eos_ids: ids that end a generation.
         packed: linears that run on reordered weights.
@@ -68,14 +68,18 @@ class TargetModel:
         self.mask_kinds = layer_kinds(model, self.config)
         self.eos_ids = self._eos_ids()
         self._projection = Projection(self.lm_head, self.config)
-        self.spec = self._spec(named or {"model": getattr(model.config, "_name_or_path", None)})
+        self._named = named or {"model": getattr(model.config, "_name_or_path", None)}
+        self._identity = cache(partial(loading.identity, model, tokenizer, self.vocab_size))
         rows = self._projection.start_rows
         self.weights = target_weights(self.decoder, self.layers, rows, self.device)
+        packs = pack and packed.packable(next(model.parameters()))
+        if packs or any(weight.is_meta for weight in model.parameters()):
+            self._identity()  # of weights that packing frees, or that a forward unties
         self.packed = packed.pack_linears(self.decoder) if pack else 0
         grouped = pack and use_grouped_attention(model)
         self.ragged = grouped and self.device.type == "cpu"
-        model.eval()
-        probe_target(self)
+        with evaluating(model):
+            probe_target(self)
 
     @classmethod
     def load(
@@ -128,7 +132,7 @@ class TargetModel:
             )
         named: dict[str, Any] = {**texts, "random": random, "seed": seed if random else None}
         named["adapter_fingerprint"] = adapter and loading.adapter_fingerprint(adapter)
-        loaded.requires_grad_(False)
+        loaded.eval().requires_grad_(False)
         if device_map is not None:
             return cls(loaded, tokenizer, named=named)
         pack = pack and not has_adapter_layers(loaded)
@@ -145,37 +149,33 @@ class TargetModel:
             lm_head.weight = embedding.weight
         return embedding, lm_head
 
-    def _spec(self, named: dict[str, Any]) -> TargetSpec:
-        embedding, config = self.embedding, self.config
-        # Granite, and Gemma before its embedding module did, scale embeddings outside of it.
-        scale = getattr(config, "embedding_multiplier", None) or 1.0
-        if config.model_type in ("gemma", "gemma2") and not hasattr(embedding, "embed_scale"):
-            scale = config.hidden_size**0.5
+    @property
+    def vocab_size(self) -> int:
+        """Ids that its logits are over."""
+        return self._projection.vocab_size
 
-        @torch.no_grad()
-        def embed(ids: Tensor) -> Tensor:
-            return embedding(ids) if scale == 1.0 else embedding(ids) * scale
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a row at most."""
+        return getattr(self.config, "max_position_embeddings", None) or 2**31
 
-        identity = named | {
-            "model_type": config.model_type,
-            "hidden_size": config.hidden_size,
-            "num_layers": config.num_hidden_layers,
-            "vocab_size": self._projection.vocab_size,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            **loading.fingerprints(self.model),
-            "tokenizer": loading.tokenizer_fingerprint(self.tokenizer),
-        }
+    @cached_property
+    def spec(self) -> TargetSpec:
+        """What heads know of it; made when asked for, since it takes a hash of every weight."""
+        return self._spec(self._named | self._identity())
+
+    def _spec(self, identity: dict[str, Any]) -> TargetSpec:
         return TargetSpec(
-            hidden_size=config.hidden_size,
-            vocab_size=self._projection.vocab_size,
-            num_layers=config.num_hidden_layers,
-            max_positions=getattr(config, "max_position_embeddings", None) or 2**31,
-            embed=embed,
+            hidden_size=self.config.hidden_size,
+            vocab_size=self.vocab_size,
+            num_layers=self.config.num_hidden_layers,
+            max_positions=self.max_positions,
+            embed=embedder(self.embedding, self.config),
             projector=self._projection,
             identity=identity,
             device=self.device,
             dtype=self.dtype,
-            config=config,
+            config=self.config,
         )
 
     def _eos_ids(self) -> set[int]:
@@ -272,7 +272,7 @@ class TargetModel:
         depth = torch.arange(nodes)[None] if depth_BN is None else depth_BN
         # Nodes that pad a row may lie past the last position; nothing reads them.
         position_BN = length_B[:, None] + depth.to(self.device)
-        position_BN.clamp_(max=self.spec.max_positions - 1)
+        position_BN.clamp_(max=self.max_positions - 1)
         mask = slot_masks(
             self.mask_kinds,
             length_B,
@@ -293,7 +293,7 @@ class TargetModel:
         return {name: rows.open(value) for name, value in features.items()}
 
     def _run(self, taps: list[int], **inputs: Any) -> Features:
-        with tapped(self.layers, taps) as states:
+        with evaluating(self.model), tapped(self.layers, taps) as states:
             features = {"hidden": self.decoder(**inputs).last_hidden_state.to(self.device)}
         if taps:
             features["taps"] = torch.stack([states[tap].to(self.device) for tap in taps], 2)

@@ -54,12 +54,8 @@ def verify(draft: Draft, laws: Sequence[Tensor], noise: Noise) -> list[Verdict]:
             _walk_greedy(row, kids, choices[end - len(law) : end])
             for row, kids, law, end in zip(ids, children, laws, ends, strict=True)
         ]
-    drawn = draft.drawn_BN.tolist()
-    return [
-        _walk(b, ids[b], children[b], drawn[b], laws[b], None if q is None else q[b], noise)
-        for q in [draft.q_BNV]
-        for b in range(len(ids))
-    ]
+    chances = _first_chances(draft, laws)
+    return [_walk(draft, b, laws[b], chances[b], noise) for b in range(len(ids))]
 
 
 def _walk_greedy(ids: list[int], children: list[list[int]], choice: list[int]) -> Verdict:
@@ -72,35 +68,35 @@ def _walk_greedy(ids: list[int], children: list[list[int]], choice: list[int]) -
         path.append(child)
 
 
-def _walk(
-    row: int,
-    ids: list[int],
-    children: list[list[int]],
-    drawn: list[bool],
-    p_NV: Tensor,
-    q_NV: Tensor | None,
-    noise: Noise,
-) -> Verdict:
+def _first_chances(draft: Draft, laws: Sequence[Tensor]) -> list[list[float]]:
+    """With what each node below the root is accepted where no sibling was rejected before it: p of
+    its token or, where it is drawn, p / q.  All come in one copy from the device."""
+    places = [(p[1:], ids[1:]) for p, ids in zip(draft.parents, draft.tokens, strict=True)]
+    p_M = q_M = torch.cat([laws[b][place] for b, place in enumerate(places)]).double()
+    if draft.q_BNV is not None:
+        q_M = torch.cat([draft.q_BNV[b][place] for b, place in enumerate(places)]).double()
+    p_M, q_M = torch.stack([p_M, q_M]).cpu()
+    drawn_M = draft.drawn_BN[:, 1:][draft.valid_BN[:, 1:]].cpu()
+    chance_M = torch.where(drawn_M, p_M / q_M, p_M)
+    return [row.tolist() for row in chance_M.split([len(ids) for _, ids in places])]
+
+
+def _walk(draft: Draft, row: int, p_NV: Tensor, chances: list[float], noise: Noise) -> Verdict:
+    ids, children, drawn = draft.tokens[row], draft.children[row], draft.drawn_BN[row].tolist()
+    q_NV = p_NV if draft.q_BNV is None else draft.q_BNV[row]  # read for drawn nodes alone
     path = [0]
     while True:
-        node = path[-1]
-        law_V, accepted = p_NV[node].double(), None
-        proposal_V = None
-        for child in children[node]:
-            token = ids[child]
-            if drawn[child]:
-                if proposal_V is None:
-                    assert q_NV is not None
-                    proposal_V = q_NV[node].double()
-                probability = float(law_V[token] / proposal_V[token])
-            else:
-                probability = float(law_V[token])
+        node, accepted = path[-1], None
+        law_V, proposal_V = p_NV[node].double(), q_NV[node].double()
+        for rank, child in enumerate(children[node]):
+            token, chance = ids[child], chances[child - 1]
+            if rank:
+                chance = float(law_V[token] / proposal_V[token] if drawn[child] else law_V[token])
             # In this order NaN stays NaN, and nothing is accepted where there is no law.
-            if noise.bernoulli(min(probability, 1.0), row, child):
+            if noise.bernoulli(min(chance, 1.0), row, child):
                 accepted = child
                 break
             if drawn[child]:
-                assert proposal_V is not None
                 law_V = residual(law_V, proposal_V, token)
                 proposal_V = without(proposal_V, token)
             else:

@@ -178,7 +178,8 @@ class Ban:
     """Forbids `ids` after prefixes of the lengths for which `applies`."""
 
     def __init__(self, ids: Tensor, applies: Callable[[int], bool]) -> None:
-        self.ids, self.applies = ids.flatten(), applies
+        # Ids of an empty list come as floats.
+        self.ids, self.applies = ids.flatten().long(), applies
 
     def __call__(self, input_ids: Tensor, scores_NV: Tensor) -> Tensor:
         """Args: input_ids [N, T], scores [N, V]."""

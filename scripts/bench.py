@@ -30,8 +30,9 @@ from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench_report import Method, Run, conditions, differences, row, show, write
 from selfdraft.scripts.stock import stock_method, stock_model
+from selfdraft.train.chat import chat_ids
 from selfdraft.train.config import resolve_path
-from selfdraft.train.formats import prompt_messages
+from selfdraft.train.formats import prompt_conversation
 from selfdraft.train.reading import RowError, counted, read_rows, whole_lines
 
 KNOWN = "plain,hf,hf_lookup,ngram,heads,heads+ngram"
@@ -71,7 +72,10 @@ def chosen(
     found: dict[str, Speculator] = {}
     drafters = drafters_of(spec)
     if len(drafters) == 1 and {"heads", "heads+ngram"} & set(against):
-        raise InputError("--against names heads, but none are loaded", "Give a heads folder.")
+        raise InputError(
+            f"--against names heads, and drafter {spec.drafter.name} has none",
+            "Give a heads folder, and leave --drafter out.",
+        )
     for name in against:
         for drafter in drafters.values():
             if name in asked and isinstance(drafter, asked[name]):
@@ -157,7 +161,8 @@ def drafters_of(spec: Speculator) -> dict[str, Drafter]:
 def read_prompts(
     path: str, limit: int | None, target: TargetModel, new_tokens: int
 ) -> tuple[list[list[int]], list[str]]:
-    """Prompt ids and categories of a JSONL file; what cannot be used is counted by reason.
+    """Prompt ids and categories of a JSONL file, ids as in training; what cannot be used is counted
+    by reason.
 
     Raises:
         InputError: no file, or no prompt that fits.
@@ -165,12 +170,12 @@ def read_prompts(
     skipped: Counter[str] = Counter()
     prompts: list[list[int]] = []
     categories: list[str] = []
-    room = target.spec.max_positions - new_tokens
+    room = target.max_positions - new_tokens
     for _, entry in read_rows(resolve_path(path), skipped):
         if limit is not None and len(prompts) >= limit:
             break
         try:
-            ids = target.chat_ids(prompt_messages(entry))
+            ids = chat_ids(prompt_conversation(entry), target, prompt=True)
         except RowError as error:
             skipped[str(error)] += 1
             continue
@@ -233,12 +238,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_options(cli: argparse.ArgumentParser) -> None:
-    """The options of every command that times prompts."""
+def add_options(cli: argparse.ArgumentParser, *, sampled: bool = True) -> None:
+    """The options of every command that times prompts.
+
+    Args:
+        sampled: that of the temperature too, for a command that is not greedy alone.
+    """
     cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
     cli.add_argument("--limit", type=int, help="use the first N prompts")
     cli.add_argument("--max-new-tokens", type=int, default=96)
-    cli.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    if sampled:
+        cli.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.assembly import default_plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.scripts import drafting
-from selfdraft.scripts.bench import read_prompts
+from selfdraft.scripts.bench import add_options, read_prompts
 from selfdraft.scripts.bench_report import conditions, write
 
 
@@ -131,9 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0, or 2 for bad input."""
     cli = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
     drafting.add_options(cli, plan=False)
-    cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
-    cli.add_argument("--limit", type=int, default=16, help="use the first N prompts")
-    cli.add_argument("--max-new-tokens", type=int, default=48)
+    add_options(cli, sampled=False)
+    cli.set_defaults(limit=16, max_new_tokens=48)
     cli.add_argument("--rows", default="1,2,4,8,16", help="batch sizes")
     cli.add_argument("--sizes", default="1,2,4,7,10,15", help="nodes of the tree")
     cli.add_argument("--json", help="write the report here")

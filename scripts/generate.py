@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from selfdraft.heads.base import Head
 from selfdraft.heads.errors import InputError, exit_code
@@ -31,51 +32,61 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Streams the answer, then prints what it took."""
+    """Prints the answer, as it comes unless plain decoding's is asked for too, and what it took."""
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     if not prompt.strip():
         raise InputError("the prompt is empty", 'Give --prompt "..." or text on standard input.')
     spec = drafting.load(options)
-    plain = Speculator(spec.target)
-    for one in (spec, plain) if options.compare else ():  # not counted: first calls allocate
-        one.generate(prompt, max_new_tokens=2, chat=not options.no_chat)
-    fast, stats = _stream(spec, prompt, options, echo=True)
-    print(f"\n\n{_summary(spec.drafter.name, stats)}")
-    for head in drafters_of(spec).values():
-        if isinstance(head, Head):
-            print(_about(head, stats))
-    if not options.compare:
-        return 0
-    slow, plain_stats = _stream(plain, prompt, options, echo=False)
-    print(_summary("plain", plain_stats))
-    ratio = _rate(stats) / _rate(plain_stats)
+    if options.compare:
+        return _compare(spec, prompt, options)
+    stats = Stats()
+    for piece in spec.stream(prompt, stats=stats, **_asked(options)):
+        print(piece, end="", flush=True)
+    _report(spec, stats)
+    return 0
+
+
+def _compare(spec: Speculator, prompt: str, options: argparse.Namespace) -> int:
+    """Answers with the drafter and plainly, and tells whether the same ids came."""
+    plain, asked = Speculator(spec.target), _asked(options)
+    for one in (spec, plain):  # not counted: first calls allocate
+        one.generate(prompt, **asked | {"max_new_tokens": 2})
+    fast = spec.generate(prompt, **asked)
+    print(fast.texts[0], end="")
+    _report(spec, fast.stats)
+    slow = plain.generate(prompt, **asked)
+    print(_summary("plain", slow.stats))
+    ratio = _rate(fast.stats) / _rate(slow.stats)
     print(f"speedup {ratio:.2f}x" + ("" if ratio >= 1 else ": slower than plain decoding"))
     if options.temperature > 0:
         print("sampled: both texts follow the target's law, so they need not be equal")
         return 0
-    print("identical" if fast == slow else f"DIFFERENT, plain decoding wrote:\n{slow}")
-    return 0 if fast == slow else 1
+    if fast.token_ids == slow.token_ids:
+        print("identical")
+        return 0
+    # Texts alone may be equal: they leave special tokens out.
+    text = spec.target.tokenizer.decode(slow.token_ids[0])
+    print(f"DIFFERENT, plain decoding wrote:\n{text}")
+    return 1
 
 
-def _stream(
-    spec: Speculator, prompt: str, options: argparse.Namespace, echo: bool
-) -> tuple[str, Stats]:
-    stats, pieces = Stats(), []
-    for piece in spec.stream(
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=options.temperature != 0,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        chat=not options.no_chat,
-        stats=stats,
-    ):
-        pieces.append(piece)
-        if echo:
-            print(piece, end="", flush=True)
-    return "".join(pieces), stats
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "max_new_tokens": options.max_new_tokens,
+        "do_sample": options.temperature != 0,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "seed": options.seed,
+        "chat": not options.no_chat,
+    }
+
+
+def _report(spec: Speculator, stats: Stats) -> None:
+    print(f"\n\n{_summary(spec.drafter.name, stats)}")
+    for head in drafters_of(spec).values():
+        if isinstance(head, Head):
+            print(_about(head, stats))
 
 
 def _about(head: Head, stats: Stats) -> str:

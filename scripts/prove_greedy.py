@@ -22,7 +22,7 @@ from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting
-from selfdraft.scripts.bench import drafters_of, read_prompts
+from selfdraft.scripts.bench import add_options, drafters_of, read_prompts
 from selfdraft.scripts.bench_report import conditions, first_difference, write
 from selfdraft.scripts.stock import stock_model
 
@@ -97,9 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0, 1 (a difference that is no near tie) or 2 (bad input)."""
     cli = argparse.ArgumentParser(prog="prove_greedy.py", description=__doc__.splitlines()[0])
     drafting.add_options(cli, plan=False)
-    cli.add_argument("--prompts", default="configs/prompts/bench.jsonl", help="JSONL file")
-    cli.add_argument("--limit", type=int, default=10, help="use the first N prompts")
-    cli.add_argument("--max-new-tokens", type=int, default=96)
+    add_options(cli, sampled=False)
+    cli.set_defaults(limit=10)
     cli.add_argument("--json", help="write the report here")
     options = cli.parse_args(argv)
     return exit_code(lambda: run(options))

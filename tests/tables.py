@@ -49,6 +49,7 @@ class TableTarget:
 
     def __init__(self, vocab: int, seed: int, zeros: float = 0.0) -> None:
         self.vocab, self.seed, self.zeros = vocab, seed, zeros
+        self.vocab_size, self.max_positions = vocab, 64
         self.device, self.dtype, self.tokenizer = torch.device("cpu"), torch.float64, None
         self.eos_ids, self.packed = {EOS}, 0
         generator = torch.Generator().manual_seed(seed)
@@ -59,7 +60,7 @@ class TableTarget:
             hidden_size=WIDTH,
             vocab_size=vocab,
             num_layers=1,
-            max_positions=64,
+            max_positions=self.max_positions,
             embed=lambda ids: embedding[ids],
             projector=lambda rows, drafting: (
                 lambda h: h @ (self._head if rows is None else self._head[rows]).mT

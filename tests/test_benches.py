@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from chats import CHAT, STRICT, bpe, make_target
 from fixtures import make_head, tiny
 
 from selfdraft.heads.checkpoint import save_head
 from selfdraft.scripts import bench, bench_rows
 
 NEW_TOKENS = 12
+DATED = "{{ strftime_now('%d %b %Y') }}{% for t in tools or [] %}{{ t['name'] }}{% endfor %}"
 
 
 @pytest.fixture
@@ -47,6 +49,19 @@ def test_bench_compares_all_ways(heads: str, prompts: str, tmp_path: Path, capsy
     assert "hydra+ngram" in printed
 
 
+def test_prompts_are_read_as_in_training(tmp_path: Path, capsys) -> None:
+    """What the template refuses is counted, it is given the tools, and the day is always one."""
+    target = make_target(bpe(DATED + STRICT, ["<|im_end|>"], None))
+    refused = {"messages": [{"role": "system", "content": "x"}, CHAT[0]]}
+    rows = [refused, {"messages": CHAT[:1], "tools": [{"name": "weather"}]}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    prompts, _ = bench.read_prompts(str(path), None, target, 4)
+    (text,) = map(target.tokenizer.decode, prompts)
+    assert text.startswith("01 Jan 2026weather")
+    assert "1 × the chat template refuses the messages" in capsys.readouterr().out
+
+
 def test_rows_are_timed_by_tree_size(heads: str, prompts: str, tmp_path: Path) -> None:
     report = tmp_path / "rows.json"
     arguments = [heads, "--prompts", prompts, "--max-new-tokens", str(NEW_TOKENS)]
@@ -74,3 +89,11 @@ def test_bad_input_is_refused(heads: str, prompts: str, arguments, said: str, ca
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 2
     assert said in error[0]
+
+
+def test_heads_that_the_drafter_leaves_out(heads: str, prompts: str, capsys) -> None:
+    """A folder that is given is not called missing."""
+    arguments = [heads, "--prompts", prompts, "--drafter", "ngram", "--against", "plain,heads"]
+    assert bench.main(arguments) == 2
+    met, advice = capsys.readouterr().err.strip().splitlines()
+    assert "drafter ngram" in met and "--drafter" in advice

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from training import make_config, train
 
+from selfdraft.inference.speculator import Speculator
 from selfdraft.scripts import generate
 
 TOKENS = 128
@@ -42,17 +43,20 @@ def test_heads_that_help_are_not_called_useless(heads, capsys, monkeypatch):
     assert "tokens by " in shown  # of each drafter of the merged tree
 
 
-def test_another_greedy_text_is_exit_code_1(heads, capsys, monkeypatch):
-    """What plain decoding wrote is shown."""
-    real = generate._stream
+def test_other_greedy_ids_are_exit_code_1(heads, capsys, monkeypatch):
+    """Also where the texts, which leave special tokens out, are the same."""
+    real = Speculator.generate
 
-    def drifting(spec, prompt, options, echo):
-        text, stats = real(spec, prompt, options, echo)
-        return (text if echo else text + "!"), stats
+    def drifting(spec, prompt, **settings):
+        out = real(spec, prompt, **settings)
+        if spec.drafter.name == "plain":
+            out.token_ids[0].append(spec.target.tokenizer.eos_token_id)
+        return out
 
-    monkeypatch.setattr(generate, "_stream", drifting)
+    monkeypatch.setattr(Speculator, "generate", drifting)
     assert generate.main(asked(heads, "--prompt", "cats", "--compare")) == 1
-    assert "DIFFERENT, plain decoding wrote:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "DIFFERENT, plain decoding wrote:" in shown and shown.endswith("<|im_end|>\n")
 
 
 @pytest.mark.parametrize(

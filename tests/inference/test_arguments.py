@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures import EOS, PROMPTS, TARGETS, make_head, plain, stock, tiny
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor
 
 from selfdraft.heads import InputError, Plan, save_head
 from selfdraft.inference import prefill
@@ -63,6 +64,25 @@ def test_no_stop_strings_are_none() -> None:
     for none in (None, (), [], ""):
         out = Speculator(tiny()).generate(PROMPTS[0], max_new_tokens=4, stop_strings=none)
         assert out.token_ids == plain(tiny(), PROMPTS[:1], 4)
+
+
+LISTS = ["suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"]
+
+
+@pytest.mark.parametrize("make", [tuple, torch.tensor, np.array])
+@pytest.mark.parametrize("name", LISTS)
+def test_ids_in_a_list_of_another_kind(name: str, make: Any) -> None:
+    spec, ids = Speculator(tiny(), NGram()), list(range(5, 200))
+    expected = spec.generate(PROMPTS, max_new_tokens=6, **{name: ids}).token_ids
+    assert expected != plain(tiny(), PROMPTS, 6)
+    assert spec.generate(PROMPTS, max_new_tokens=6, **{name: make(ids)}).token_ids == expected
+
+
+@pytest.mark.parametrize("none", [[], (), torch.tensor([])], ids=repr)
+def test_no_ids_suppress_nothing(none: Any) -> None:
+    for name in LISTS[:2]:
+        out = Speculator(tiny(), NGram()).generate(PROMPTS, max_new_tokens=6, **{name: none})
+        assert out.token_ids == plain(tiny(), PROMPTS, 6)
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -238,3 +258,42 @@ def test_custom_generate_on_another_model() -> None:
     with pytest.raises(InputError, match="target") as error:
         other.generate(**left(PROMPTS), max_new_tokens=4, pad_token_id=0, custom_generate=spec)
     assert refused(error)
+
+
+def filled() -> DynamicCache:
+    cache, states = DynamicCache(), torch.zeros(1, 2, 3, 16)
+    cache.update(states, states, 0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("inputs_embeds", {"inputs_embeds": torch.zeros(1, 3, 64)}),
+        ("token_type_ids", {"token_type_ids": torch.zeros(1, 3, dtype=torch.long)}),
+        ("cache|past_key_values", {"past_key_values": filled()}),
+    ],
+)
+def test_custom_generate_refuses_what_it_would_not_read(name: str, given: dict[str, Any]) -> None:
+    model = stock(TARGETS["gpt2"])
+    spec = Speculator.from_pretrained(target=model)
+    arguments = left(PROMPTS[:1]) | {"max_new_tokens": 4, "pad_token_id": 0}
+    with pytest.raises(InputError, match=name) as error:
+        model.generate(**arguments, **given, custom_generate=spec)
+    assert refused(error)
+
+
+def test_custom_generate_takes_what_carries_no_input() -> None:
+    model = stock(TARGETS["llama"])
+    spec = Speculator.from_pretrained(target=model)
+    arguments = left(PROMPTS) | {"max_new_tokens": 6, "do_sample": False, "pad_token_id": EOS}
+    theirs = model.generate(**arguments)
+    harmless = {"output_attentions": True, "past_key_values": DynamicCache(), "logits_to_keep": 1}
+    assert model.generate(**arguments, **harmless, custom_generate=spec).equal(theirs)
+
+
+def test_a_call_by_hand_refuses_images_by_name() -> None:
+    spec = Speculator(tiny())
+    config = tiny().model.generation_config
+    with pytest.raises(InputError, match="pixel_values"):
+        spec(tiny().model, torch.tensor([[1]]), generation_config=config, pixel_values=[0])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import EOS, PROMPTS, TARGETS, VOCAB, double, make_head, plain, stock, tiny
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria
 
 from selfdraft.heads import Plan
 from selfdraft.inference.drafters import Merged
@@ -125,6 +125,27 @@ def test_several_ends_of_sequence() -> None:
         end = next((i for i, token in enumerate(whole) if token in ends), None)
         assert ids == whole[: 12 if end is None else end + 1]
         assert reason == ("length" if end is None else "eos")
+
+
+class Watch(StoppingCriteria):
+    """Keeps what it is asked about, and never stops."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        self.seen.append(input_ids.tolist())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_stopping_criteria_see_each_token_come() -> None:
+    model = stock(TARGETS["llama"])
+    watches, spec = (Watch(), Watch()), speculator(TargetModel(model))
+    for watch, own in zip(watches, ({}, {"custom_generate": spec}), strict=True):
+        ids = torch.tensor([PROMPTS[1]])
+        settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": EOS}
+        model.generate(ids, **settings, **own, stopping_criteria=[watch])
+    assert watches[0].seen == watches[1].seen and len(watches[0].seen) == 12
 
 
 def test_the_models_own_defaults_reach_custom_generate_alone() -> None:

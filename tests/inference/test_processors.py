@@ -119,6 +119,24 @@ def test_the_chain_has_transformers_order(settings: dict[str, Any]) -> None:
     assert [type(p) for p in own.processors(6)] == [type(faster(p)) for p in expected]
 
 
+class AfterEven(theirs.TemperatureLogitsWarper):
+    """A temperature after prefixes of even length alone."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if input_ids.shape[1] % 2 else super().__call__(input_ids, scores)
+
+
+def test_a_subclass_of_a_warper_sees_its_prefix() -> None:
+    """What transformers' class does not look at, a user's may."""
+    logits = random_logits(len(HISTORY), 3, VOCAB)
+    plain, cold = laws({}, logits), laws({"temperature": 0.5}, logits)
+    got = laws({"logits_processor": [AfterEven(0.5)]}, logits)
+    for row, prompt in enumerate(HISTORY):
+        for node, path in enumerate(PATHS[:3]):
+            expected = (plain if len(prompt + path) % 2 else cold)[row, node]
+            assert torch.allclose(got[row, node], expected, rtol=1e-12, atol=1e-15)
+
+
 # -- our own warpers -----------------------------------------------------------------------------
 
 WARPERS: list[Callable[[], Any]] = [

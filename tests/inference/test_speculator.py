@@ -96,6 +96,7 @@ class AtLength(StoppingCriteria):
         {"eos_token_id": list(range(60))},
         {"bad_words_ids": [[7], [8, 9]], "forced_eos_token_id": 5},
         {"stopping_criteria": [AtLength()]},
+        {"suppress_tokens": [], "begin_suppress_tokens": [7]},
     ],
     ids=lambda settings: "-".join(settings) or "plain",
 )

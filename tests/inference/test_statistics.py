@@ -78,7 +78,6 @@ def test_counts_are_sums_over_rows() -> None:
         4,
     )
     assert tokens == 80
-    report = together.stats.as_dict()
-    assert report["tokens_per_round"] == (80 - 4) / rounds
-    assert set(report["seconds"]) == {"prefill", "draft", "target", "verify", "host"}
-    assert all(seconds >= 0 for seconds in report["seconds"].values())
+    assert together.stats.tokens_per_round == (80 - 4) / rounds
+    assert set(together.stats.seconds) == {"prefill", "draft", "target", "verify", "host"}
+    assert all(seconds >= 0 for seconds in together.stats.seconds.values())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import Calls
 from enumeration import Tape, TapeNoise, distance, exact_law
 from torch import Tensor
 
@@ -79,6 +80,17 @@ def test_nothing_is_certain_where_there_is_no_law() -> None:
     noise = Recorder(False)
     verify(Draft.chain(torch.tensor([[7, 1]])), torch.full((1, 2, 3), torch.nan), noise)
     assert noise.asked[0] != noise.asked[0]  # NaN, below which no coin falls
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_accepting_a_chain_waits_for_the_device_once(sampled: bool) -> None:
+    """No number is fetched for a child alone."""
+    q = torch.full((2, 4, 3), 1 / 3) if sampled else None
+    draft, p = Draft.chain(torch.tensor([[7, 1, 0, 2]] * 2), q), torch.full((2, 4, 3), 1 / 3)
+    with Calls() as calls:
+        verdicts = verify(draft, p, Recorder(*[True] * 6))
+    assert [verdict.path for verdict in verdicts] == [[0, 1, 2, 3]] * 2
+    assert "_local_scalar_dense" not in calls.names
 
 
 def test_each_row_has_its_own_laws() -> None:
