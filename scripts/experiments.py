@@ -18,6 +18,7 @@ from typing import Any
 from selfdraft.heads import HEADS, HeadConfig
 from selfdraft.heads.checkpoint import DESCRIPTION, sha256
 from selfdraft.heads.errors import InputError, nearest
+from selfdraft.scripts.prepare_data import fetch_named
 from selfdraft.train import checkpoint
 from selfdraft.train.config import TrainConfig, load_config, resolve_path
 from selfdraft.train.limits import Limits
@@ -87,14 +88,17 @@ def schedule(
     Args:
         option: what `minutes` was given as.
     Raises:
-        InputError: a number that is none, or both.
+        InputError: neither, or a number that is none.
     """
-    if (minutes is None) == (steps is None) or min(minutes or 1, steps or 1) <= 0:
-        raise InputError(
-            f"{option} is {minutes}, steps are {steps}", "Give one of them, and above 0."
-        )
-    shown = "null" if minutes is None else minutes
-    found = {"steps": steps or MANY, "minutes": shown, "patience": "null", "eval_every": MANY}
+    named = {option: minutes, "--steps": steps}
+    bounds = {name: value for name, value in named.items() if value is not None}
+    if not bounds:
+        raise InputError(f"neither {option} nor --steps is given", f"Give {option}, above 0.")
+    for name, value in bounds.items():
+        if not value > 0:
+            raise InputError(f"{name} is {value}", "Give more than 0.")
+    ends = {"steps": steps or MANY, "minutes": "null" if minutes is None else minutes}
+    found = ends | {"patience": "null", "eval_every": MANY}
     return [f"schedule.{name}={value}" for name, value in found.items()]
 
 
@@ -181,12 +185,15 @@ def make_variant(
             f"{name} has data.eval_prompts 0", "Hold out some: trainings are compared by them."
         )
     output, seed = Path(options.output), base.seed
-    file, prompts = base.answers_file, base.data.prompts
+    # Below the base's folder, not one for each variant.
+    fetched = fetch_named(base)
+    file, prompts = base.answers_file, fetched.get("prompts", base.data.prompts)
     if config.target.random is not None and config.seed != seed:
         seed = config.seed
         file = file if prompts is None else output / f"answers-{seed}.jsonl"
     cache = config.data.features.model_copy(update={"folder": str(base.features_folder)})
-    data = config.data.model_copy(update={"file": str(file), "features": cache})
+    own = {"prompts": prompts, "file": str(file), "features": cache}
+    data = config.data.model_copy(update=own)
     config = config.model_copy(update={"data": data, "resume": "latest"})
     kept: list[Any] = [config.model_dump(mode="json", exclude={"output_dir", "resume", "tracking"})]
     source = file if prompts is None else resolve_path(prompts)

@@ -12,25 +12,35 @@ import argparse
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.embeddings import save_ends
 from selfdraft.inference.target import TargetModel
-from selfdraft.train.answers import Answerer, answer_all, open_answers, plan_requests, read_prompts
+from selfdraft.train.answers import (
+    Answerer,
+    answer_all,
+    close_answers,
+    open_answers,
+    plan_requests,
+    read_prompts,
+)
 from selfdraft.train.config import TrainConfig, load_config
 from selfdraft.train.data import check_data, load_documents
 from selfdraft.train.distill import open_features
 from selfdraft.train.formats import Conversation
 from selfdraft.train.hub import fetch, is_hub
 from selfdraft.train.locks import locked
-from selfdraft.train.recording import RecordedStates
+from selfdraft.train.recording import layers_read
 
 
-def prepare(config: TrainConfig) -> int:
+def prepare(config: TrainConfig, others: Sequence[TrainConfig] = ()) -> int:
     """Fetches, answers and computes what is not there yet, and prints what was done.
 
+    Args:
+        others: runs on the same data, whose heads may read further layers.
     Raises:
         InputError: whatever is wrong with config, data or target; several processes, or another
             one at work in output_dir or on the answers.
@@ -47,15 +57,12 @@ def prepare(config: TrainConfig) -> int:
         if config.data.prompts is not None
         else nullcontext(),
     ):
-        return _prepare(config)
+        return _prepare(config, others)
 
 
-def _prepare(config: TrainConfig) -> int:
+def _prepare(config: TrainConfig, others: Sequence[TrainConfig]) -> int:
     data = config.data
-    for name in (data.prompts, data.file):
-        if name is not None and is_hub(name):
-            path = config.local_file(name)
-            print(f"{path}: {fetch(name, path, data.limit)} rows fetched from {name}")
+    fetch_named(config)
     given = data.prompts is None and data.file is not None
     asked = None if given else read_prompts(config)
     if given:
@@ -65,20 +72,39 @@ def _prepare(config: TrainConfig) -> int:
             return 0
     target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
     if asked is not None:
-        answer(config, target, *asked)
+        answer(config, target, *asked, layers_read([config, *others], target))
     if data.features.cache_only:
         fill_cache(config, target)
     return 0
 
 
+def fetch_named(config: TrainConfig) -> dict[str, str]:
+    """Fetches the hub datasets that the config names.
+
+    Returns:
+        the keys of `data` that name one, and where it lies.
+    """
+    names = {key: getattr(config.data, key) for key in ("prompts", "file")}
+    found = {k: config.local_file(name) for k, name in names.items() if name and is_hub(name)}
+    for key, path in found.items():
+        rows = fetch(names[key], path, config.data.limit)
+        print(f"{path}: {rows} rows fetched from {names[key]}")
+    return {key: str(path) for key, path in found.items()}
+
+
 def answer(
-    config: TrainConfig, target: TargetModel, prompts: list[Conversation], skipped: Counter[str]
+    config: TrainConfig,
+    target: TargetModel,
+    prompts: list[Conversation],
+    skipped: Counter[str],
+    taps: list[int],
 ) -> None:
-    """Answers what is not yet answered."""
+    """Answers what is not yet answered, and keeps the states of layers `taps`."""
     requests, unfit = plan_requests(config, target, prompts)
     done = open_answers(config, target, prompts)
     begin = time.perf_counter()
-    tokens = answer_all(config, target, requests, done, Answerer(config, target))
+    tokens = answer_all(config, target, requests, done, Answerer(config, target), taps)
+    close_answers(config, target, prompts)
     seconds = time.perf_counter() - begin
     for reason, count in (skipped + unfit).items():
         print(f"skipped {count} prompts: {reason}")
@@ -90,8 +116,8 @@ def answer(
 
 def fill_cache(config: TrainConfig, target: TargetModel) -> None:
     """Makes the feature cache complete, and keeps the target's ends beside it."""
-    taps = RecordedStates(config, target).taps
-    open_features(config, target, load_documents(config, target), taps)
+    documents = load_documents(config, target)
+    open_features(config, target, documents, layers_read([config], target))
     save_ends(target, config.ends_folder)
     print(f"{config.features_folder} is complete: training needs no more of the target")
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import yaml
 
-from selfdraft.heads import HEADS
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts.experiments import Variant
@@ -23,6 +22,7 @@ from selfdraft.train.config import PACKAGE, TrainConfig
 from selfdraft.train.data import load_documents
 from selfdraft.train.distill import open_features
 from selfdraft.train.locks import locked
+from selfdraft.train.recording import layers_read
 from selfdraft.train.signals import caught_signals
 
 POLL = 0.2
@@ -84,7 +84,7 @@ def _home(config: TrainConfig) -> tuple[Path, str, int]:
 
 def make_data(configs: list[TrainConfig]) -> None:
     """The answers of configs that share their data, and one feature cache with all their taps."""
-    prepare(configs[0])
+    prepare(configs[0], configs[1:])
     target = TargetModel.load(**configs[0].target.model_dump(), seed=configs[0].seed)
     documents = load_documents(configs[0], target)
     if not documents.held_out:
@@ -92,9 +92,7 @@ def make_data(configs: list[TrainConfig]) -> None:
             f"{configs[0].answers_file} leaves no prompt to hold out", "Give more prompts."
         )
     if configs[0].data.features.cache:
-        layers = target.spec.num_layers
-        taps = {t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)}
-        open_features(configs[0], target, documents, sorted(taps))
+        open_features(configs[0], target, documents, layers_read(configs, target))
     if target.device.type == "cuda":  # the trainings want the memory
         del target, documents
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import training
-from comparisons import place
+from comparisons import PROMPTS, place
 from launch import finish, start
 from training import make_config, write_data
 
@@ -145,6 +145,19 @@ def test_variants_share_answers_and_features(tmp_path):
         assert config.features_folder == tmp_path / "run/features"
 
 
+def test_prompts_of_the_hub_are_fetched_once_for_all_variants(tmp_path):
+    """A folder stands for a dataset of the hub."""
+    (tmp_path / "set").mkdir()
+    rows = [json.dumps({"prompt": prompt}) + "\n" for _, prompt in PROMPTS]
+    (tmp_path / "set" / "train.jsonl").write_text("".join(rows))
+    place(tmp_path, data={"file": None, "prompts": f"hub:{tmp_path / 'set'}"})
+    found = variants(tmp_path, {"a": {}, "b": {"head.depth": 2}}).values()
+    assert len({v.config.data.prompts for v in found}) == 1
+    (file,) = (tmp_path / "run" / "hub").iterdir()
+    assert str(file) == next(iter(found)).config.data.prompts
+    assert len(file.read_text().splitlines()) == len(PROMPTS)
+
+
 def test_what_a_training_depends_on_is_in_the_name_of_its_folder(tmp_path):
     place(tmp_path)
     one = variants(tmp_path, {"x": {}})["x"]
@@ -228,6 +241,7 @@ def test_overrides_may_follow_options(tmp_path, capsys, command):
     [
         ["--kinds", "hydro"],
         ["--minutes", "0"],
+        ["--minutes", "nan"],
         ["--best-minutes", "-1"],
         ["--best-minutes", "10", "--minutes", "10"],
         ["--limit", "0"],

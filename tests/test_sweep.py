@@ -51,6 +51,9 @@ def test_trainings_run_side_by_side_and_one_that_fails_ends_the_others(tmp_path,
     (tmp_path / "v.yaml").write_text("broken: {optim.lr: 1.0e+38, optim.clip: 1.0e+38}\n")
     arguments = [*place(tmp_path, schedule={"eval_every": 5}), "--seeds", "0", "--minutes", "20"]
     arguments += ["--variants", str(tmp_path / "v.yaml")]
+    for bound in ("--steps", "--minutes"):
+        assert sweep.main([*arguments, bound, "0"]) == 2
+        assert capfd.readouterr().err.startswith(f"{bound} is 0")
     assert sweep.main([*arguments, "--jobs", "0"]) == 2 and "--jobs is 0" in capfd.readouterr().err
     assert sweep.main([*arguments, "--jobs", "2"]) == 2
     shown = capfd.readouterr()

@@ -21,7 +21,7 @@ from training import make_double, train
 from selfdraft.inference.target import TargetModel
 from selfdraft.train import engine, setup
 from selfdraft.train.config import TrainConfig, load_config
-from selfdraft.train.tracking import is_main
+from selfdraft.train.ranks import is_main
 
 REAL = {kind: kind.step for kind in (engine.Engine, engine.ZeroEngine)}
 LOAD, BUILD = setup.load_target, setup.build_head

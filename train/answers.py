@@ -23,7 +23,7 @@ from .chat import chat_ids
 from .config import TrainConfig, resolve_path
 from .data import TOO_LONG, check_limits
 from .formats import Conversation, prompt_conversation, prompt_key
-from .meta import take_up
+from .meta import check_settings, read_meta, take_up, write_meta
 from .reading import RowError, counted, read_rows
 from .recording import RecordedStates, Recorder
 from .sections import Answer
@@ -113,17 +113,48 @@ def open_answers(config: TrainConfig, target: TargetModel, prompts: list[Convers
     Raises:
         InputError: the file was made by other means, with another target or other settings.
     """
-    path = config.answers_file
+    settings = _settings(config, prompts)
+    rows = take_up(config.answers_file, target, settings, "set data.file to another name")
+    seeds = (row.get("seed") for _, row in rows)
+    return {seed for seed in seeds if type(seed) is int}
+
+
+def close_answers(config: TrainConfig, target: TargetModel, prompts: list[Conversation]) -> None:
+    """Notes that `config.answers_file` has all answers, so that it can be trained on."""
+    write_meta(config.answers_file, target, _settings(config, prompts), complete=True)
+
+
+def check_answers(config: TrainConfig, target: TargetModel) -> None:
+    """Refuses to train on answers that are not, or not yet, those that the config asks for.  Where
+    it names no prompts, its file is trained on as it is; so is a file of one's own.
+
+    Raises:
+        InputError: answers are missing, or were made of other prompts or in another way.
+    """
+    path, found = config.answers_file, read_meta(config.answers_file, target)
+    if config.data.prompts is None or found is None:
+        return
+    as_it_is = f"set data.prompts=null data.file={path} to train on what is there"
+    if not found.complete or len(found.settings["answers"]) < len(config.data.answers):
+        raise InputError(
+            f"{path} has not got all answers yet",
+            f"Run scripts/prepare_data.py with this config until it ends, or {as_it_is}.",
+        )
+    if config.local_file(config.data.prompts).is_file():
+        wanted = _settings(config, read_prompts(config)[0])
+        del wanted["seed"]  # a run may have another one than its data
+        check_settings(path, found, wanted, as_it_is)
+
+
+def _settings(config: TrainConfig, prompts: list[Conversation]) -> dict[str, Any]:
+    """What the answers depend on."""
     digest = hashlib.sha256("\n".join(prompt_key(p.messages) for p in prompts).encode())
-    settings = {
+    return {
         "prompts": digest.hexdigest()[:16],
         "max_new_tokens": config.data.max_new_tokens,
         "seed": config.seed,
         "answers": [answer.model_dump() for answer in config.data.answers],
     }
-    rows = take_up(path, target, settings, "set data.file to another name")
-    seeds = (row.get("seed") for _, row in rows)
-    return {seed for seed in seeds if type(seed) is int}
 
 
 class Answerer:
@@ -159,6 +190,7 @@ def answer_all(
     requests: list[Request],
     done: set[int],
     generate: Generate,
+    taps: list[int] | None = None,
 ) -> int:
     """Answers the `requests` whose seeds are not `done` and appends them to `config.answers_file`.
     The states that the target has on the way are kept for the feature cache, up to its size cap.
@@ -166,12 +198,14 @@ def answer_all(
     Batches are cut from all requests, and one that a kill has torn is answered again as a whole:
     so the file does not depend on where earlier runs were ended.
 
+    Args:
+        taps: layers kept; None for those that the config's head reads.
     Returns:
         number of new tokens.
     """
     tokens, begin = 0, time.perf_counter()
-    states = RecordedStates(config, target)
-    room = config.data.features.max_gb * 1e9 if config.data.features.cache else 0
+    states = RecordedStates(config, target, taps)
+    room = config.data.features.max_gb * 1e9 - states.bytes if config.data.features.cache else 0
     bar = tqdm(total=len(requests), initial=len(done), desc="answers", unit="row")
     with bar, config.answers_file.open("a", encoding="utf-8") as file:
         for batch in _batches(requests, config.data.answer_batch_size):

@@ -13,7 +13,6 @@ import os
 import random
 import re
 import shutil
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..heads import InputError
-from ..heads.checkpoint import DESCRIPTION, read_description, sha256
+from ..heads.checkpoint import DESCRIPTION, read_description, sha256, without_removed
 from .config import TrainConfig
+from .ranks import warn
 
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.pt", "random.pt", "state.json"
 COMPLETE, FOLDER = "complete.json", "checkpoints"
@@ -142,7 +142,7 @@ def latest(output_dir: str | Path) -> Checkpoint | None:
         try:
             return load(folder)
         except InputError as error:
-            warnings.warn(f"skipped: {str(error).splitlines()[0]}", stacklevel=2)
+            warn(f"skipped: {str(error).splitlines()[0]}")
     return None
 
 
@@ -187,6 +187,12 @@ def find_resume(config: TrainConfig) -> Checkpoint | None:
             "Restore one, or move them away to start from step 0.",
         )
     if found is not None:
+        if not found.lies_in(output) and (head or numbered(output)):
+            raise InputError(
+                f"output_dir {output} already holds a run, and resume names a checkpoint of "
+                f"another, {found.folder}",
+                "Pass resume=latest to go on with the one that is there, or another output_dir.",
+            )
         _check_head(found.state["head"], config, found.folder)
         if config.resume != "latest":
             _check_newest(found, output)
@@ -202,7 +208,7 @@ def _check_head(saved: dict[str, Any], config: TrainConfig, where: Path) -> None
         for key, f in type(config.head).model_fields.items()
     }
     met = {"kind": config.head.kind, **config.head.model_dump()}
-    trained = defaults | {"kind": saved["kind"], **saved["config"]}
+    trained = defaults | {"kind": saved["kind"], **without_removed(saved["config"])}
     for key in met | trained:
         if met.get(key) != trained.get(key):
             raise InputError(

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..heads.checkpoint import replace_file, sha256
 from .locks import InUse, locked
-from .tracking import is_main, say
+from .ranks import is_main, say
 
 INDEX = "index.json"
 

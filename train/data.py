@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -31,8 +30,9 @@ from .formats import (
     prompt_key,
     prompt_messages,
 )
-from .meta import read_meta
-from .packing import Document
+from .meta import meta_path, read_meta
+from .packing import Document, digest
+from .ranks import warn
 from .reading import RowError, check_end, counted, read_rows
 
 CUT_AWAY = "fewer than two loss tokens left within max_length"
@@ -63,6 +63,11 @@ class Documents:
     def eval(self) -> list[Document]:
         """What tau is measured on: held-out greedy answers, all where there are none."""
         return [d for d in self.held_out if d.temperature == 0] or self.held_out
+
+    @cached_property
+    def judged_by(self) -> str:
+        """A hash of the rows that held-out figures come from."""
+        return digest(self.held_out)[:16]
 
     @cached_property
     def drawn(self) -> list[Document]:
@@ -98,9 +103,11 @@ def check_data(config: TrainConfig) -> None:
 def _rows(
     config: TrainConfig, path: Path, skipped: Counter[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """`data.limit` counts prompts where there are some, whose answers are all read."""
+    """`data.limit` counts the prompts that were answered, whose answers are all read, or else the
+    rows of a file."""
     rows = read_rows(path, skipped, keep_whole=config.data.on_truncated == "keep_whole")
-    return itertools.islice(rows, None if config.data.prompts else config.data.limit)
+    answered = config.data.prompts is not None and meta_path(path).exists()
+    return itertools.islice(rows, None if answered else config.data.limit)
 
 
 def _check_row(row: dict[str, Any]) -> Conversation | str | None:
@@ -244,10 +251,7 @@ def _held_out(documents: list[Document], wanted: int, seed: int) -> set[str]:
     keys = {d.prompt_key for d in documents}
     count = min(wanted, len(keys) // 4)
     if count < wanted:
-        warnings.warn(
-            f"only {count} of {len(keys)} prompts are held out, not data.eval_prompts {wanted}",
-            stacklevel=3,
-        )
+        warn(f"only {count} of {len(keys)} prompts are held out, not data.eval_prompts {wanted}")
     hashes = {key: hashlib.sha256(f"{seed} {key}".encode()).digest() for key in keys}
     return set(sorted(keys, key=hashes.__getitem__)[:count])
 

@@ -28,10 +28,10 @@ from .config import TrainConfig
 from .data import Documents
 from .features import FeatureSource, OnlineFeatures, compute
 from .packing import Document
+from .ranks import is_main, say
 from .recording import RecordedStates
 from .rounding import bytes_a_state, decode
 from .sections import FeaturesConfig
-from .tracking import is_main, say
 
 CHUNK_ROWS, CHUNK_TOKENS = 64, 8192
 """Bounds of a chunk: documents, and tokens once padded, so that a forward fits in memory."""
@@ -203,7 +203,7 @@ def open_features(
     if not features.cache:
         return OnlineFeatures(target, taps, features.dtype, pack)
     rows = documents.train + documents.held_out + documents.unused
-    recorded = RecordedStates(config, target)
+    recorded = RecordedStates(config, target, taps)
     cache = FeatureCache(config.features_folder, target, rows, taps, features, recorded, pack)
     cache.prepare()
     head = config.head

@@ -10,7 +10,7 @@ from ..heads.checkpoint import DESCRIPTION, WEIGHTS, read_description, sha256
 from .checkpoint import Checkpoint
 from .config import TrainConfig
 from .limits import Limits
-from .tracking import say
+from .ranks import say
 
 
 def finished(found: Checkpoint, config: TrainConfig) -> bool:
@@ -40,11 +40,21 @@ def named(config: TrainConfig) -> dict[str, Any]:
     return config.target.model_dump(mode="json", exclude=how) | {"seed": config.seed}
 
 
-def best_head(output_dir: str | Path) -> dict[str, Any]:
-    """head.json of the best head so far, which output_dir holds; empty where there is none, or
-    where a kill has torn it from its weights."""
+def best_head(
+    output_dir: str | Path, resumed: Checkpoint | None = None, judged_by: str | None = None
+) -> dict[str, Any]:
+    """head.json of the best head so far, which output_dir holds; empty where there is none, where a
+    kill has torn it from its weights, or where it is nothing to compare with.
+
+    Args:
+        resumed: where the run goes on: steps behind it are taken again, and so judged again.
+        judged_by: `Documents.judged_by`; a head that was judged by other rows is no measure.
+    """
     output = Path(output_dir)
     if not ((output / DESCRIPTION).is_file() and (output / WEIGHTS).is_file()):
         return {}
     found = read_description(output)
-    return found if found["sha256"] == sha256(output / WEIGHTS) else {}
+    undone = resumed is not None and (found.get("step") or 0) > resumed.step
+    others = None not in (judged_by, found.get("judged_by")) and found["judged_by"] != judged_by
+    whole = found["sha256"] == sha256(output / WEIGHTS)
+    return found if whole and not undone and not others else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ class Engine:
         with nullcontext() if last else self.accelerator.no_sync(self.head):
             yield
 
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around forwards of the bare head, outside of training steps: accelerate has put its own
+        into it."""
+        return nullcontext()
+
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`; over the processes gradients are averaged."""
         self.accelerator.backward(loss)
@@ -74,9 +79,12 @@ class Engine:
     def moments(self) -> Moments:
         """The optimizer's state, whole; every process must ask for it."""
         state = self.optimizer.state_dict()
-        for values in state["state"].values():
-            values.update({name: _whole(value) for name, value in values.items()})
-        return state
+        # A dict of our own: torch's holds the very dicts that the optimizer goes on with.
+        whole = {
+            place: {name: _whole(value) for name, value in values.items()}
+            for place, values in state["state"].items()
+        }
+        return {**state, "state": whole}
 
     def load_moments(self, moments: Moments, **settings: Any) -> None:
         """Takes up `moments`; `settings` of the optimizer stay those given here."""
@@ -107,6 +115,11 @@ class ZeroEngine(Engine):
         """See `Engine.micro_step`."""
         self.head.set_gradient_accumulation_boundary(last)
         yield
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """See `Engine.autocast`; DeepSpeed's is around its own forward alone."""
+        kind, on = self.accelerator.device.type, self.head.torch_autocast_enabled()
+        return torch.autocast(kind, self.head.torch_autocast_dtype(), enabled=on)
 
     def backward(self, loss: Tensor) -> None:
         """See `Engine.backward`; accelerate's own would take the step as well."""

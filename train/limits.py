@@ -17,19 +17,22 @@ class Limits:
         scores: of the evaluations so far.
     """
 
-    def __init__(self, schedule: ScheduleConfig, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, schedule: ScheduleConfig, state: Mapping[str, Any], judged_by: str | None = None
+    ) -> None:
         """Args:
         state: of a checkpoint, see `state`; empty for a new run.
+        judged_by: the rows that are held out, see `Documents.judged_by`; None: not known here.
         """
-        self.schedule = schedule
+        self.schedule, self.judged_by = schedule, judged_by
         self.seconds: float = state.get("seconds", 0.0)
-        same = measured_alike(schedule, state)
+        same = measured_alike(schedule, state, judged_by)
         self.scores: list[float] = list(state.get("scores", [])) if same else []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        select = self.schedule.select
-        return {"seconds": self.seconds, "scores": list(self.scores), "select": select}
+        scored = {"scores": list(self.scores), "select": self.schedule.select}
+        return {"seconds": self.seconds, **scored, "judged_by": self.judged_by}
 
     @property
     def spent(self) -> float:
@@ -53,9 +56,14 @@ class Limits:
         return len(self.scores) - 1 - self.scores.index(max(self.scores)) if self.scores else 0
 
 
-def measured_alike(schedule: ScheduleConfig, state: Mapping[str, Any]) -> bool:
-    """Are the scores of a checkpoint of the figure that `schedule.select` asks for?"""
-    return bool(state.get("select", schedule.select) == schedule.select)
+def measured_alike(
+    schedule: ScheduleConfig, state: Mapping[str, Any], judged_by: str | None = None
+) -> bool:
+    """Are the scores of a checkpoint of the figure that `schedule.select` asks for, on these rows?
+    What is not known on either side is taken to be the same."""
+    rows = state.get("judged_by")
+    same_rows = None in (rows, judged_by) or rows == judged_by
+    return same_rows and bool(state.get("select", schedule.select) == schedule.select)
 
 
 def score(figures: Mapping[str, Any], schedule: ScheduleConfig) -> float | None:

@@ -1,10 +1,12 @@
-"""FILE.meta.json: the target and the settings that a prepared file was made with."""
+"""FILE.meta.json: the target and the settings that a prepared file was made with, and whether all
+that was asked for is in it."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,28 @@ def meta_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.meta.json")
 
 
-def write_meta(path: Path, target: TargetModel, settings: dict[str, Any]) -> None:
-    """Writes what `path` is made with; `settings` are JSON values."""
-    text = json.dumps({"target": target.spec.identity, "settings": settings}, indent=2)
-    replace_file(meta_path(path), lambda temporary: Path(temporary).write_text(text + "\n"))
+@dataclass(frozen=True)
+class Meta:
+    """What a file was made with.
+
+    Attributes:
+        settings: JSON values.
+        complete: is all in it that was asked for?
+    """
+
+    settings: dict[str, Any]
+    complete: bool
 
 
-def read_meta(path: Path, target: TargetModel) -> dict[str, Any] | None:
-    """The settings that `path` was made with; None where it is the user's own file.
+def write_meta(path: Path, target: TargetModel, settings: dict[str, Any], complete: bool) -> None:
+    """Writes what `path` is made with, see `Meta`."""
+    meta = {"target": target.spec.identity, "settings": settings, "complete": complete}
+    text = json.dumps(meta, indent=2) + "\n"
+    replace_file(meta_path(path), lambda to: Path(to).write_text(text, encoding="utf-8"))
+
+
+def read_meta(path: Path, target: TargetModel) -> Meta | None:
+    """What `path` was made with; None where it is the user's own file.
 
     Raises:
         InputError: it was made with another target, or cannot be read.
@@ -40,7 +56,7 @@ def read_meta(path: Path, target: TargetModel) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{where} is damaged: {error}", f"Remove it and {path.name}.") from None
     check_target(made_with, target.spec.identity, path)
-    return settings
+    return Meta(settings, bool(meta.get("complete", True)))  # the first releases did not say
 
 
 def take_up(
@@ -56,14 +72,14 @@ def take_up(
     if begun:
         check_settings(path, read_meta(path, target), settings, elsewhere)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_meta(path, target, settings)
+    write_meta(path, target, settings, complete=False)
     return read_rows(path, Counter()) if begun and whole_lines(path) else iter(())
 
 
 def check_settings(
-    path: Path, made_with: dict[str, Any] | None, wanted: dict[str, Any], elsewhere: str
+    path: Path, made_with: Meta | None, wanted: dict[str, Any], elsewhere: str
 ) -> None:
-    """May `path` be appended to?  Entries may have been added at the end of `answers`.
+    """Is `path` what `wanted` would make?  Entries may have been added at the end of `answers`.
 
     Args:
         elsewhere: what the user may do but remove the file.
@@ -73,11 +89,12 @@ def check_settings(
     advice = f"Remove {path} to begin anew, or {elsewhere}."
     if made_with is None:
         raise InputError(f"{path} exists and was not made by this command", advice)
+    known = made_with.settings
     if "answers" in wanted:
-        entries = len(made_with.get("answers") or [])
+        entries = len(known.get("answers") or [])
         wanted = wanted | {"answers": wanted["answers"][:entries]}
     for name, value in wanted.items():
-        if made_with.get(name) != value:
+        if known.get(name) != value:
             raise InputError(
-                f"{path} was made with other {name}: {made_with.get(name)}, now {value}", advice
+                f"{path} was made with other {name}: {known.get(name)}, now {value}", advice
             )

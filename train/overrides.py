@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from .ranks import say
+
 INT, FLOAT, DATE = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
 
 
@@ -100,7 +102,7 @@ def _reset_head(raw: dict[str, Any], kind: Any) -> None:
     head = raw.get("head")
     dropped = [key for key in head if key != "kind"] if isinstance(head, dict) else []
     if dropped:
-        print(f"head.kind={kind} starts from its defaults; dropped from the file: {dropped}")
+        say(f"head.kind={kind} starts from its defaults; dropped from the file: {dropped}")
     raw["head"] = {}
 
 

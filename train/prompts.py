@@ -19,7 +19,7 @@ from ..inference.speculator import Speculator
 from ..inference.target import TargetModel
 from .chat import chat_ids
 from .formats import Conversation
-from .meta import take_up
+from .meta import take_up, write_meta
 from .reading import RowError
 
 DRAWS_A_PROMPT = 8
@@ -120,6 +120,7 @@ def write_prompts(
             file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             file.flush()
             bar.update(len(rows))
+    write_meta(path, target, settings, complete=True)
     return len(known), drawn
 
 

@@ -7,6 +7,7 @@ again or never asked for.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,17 +58,33 @@ class Recorder:
         }
 
 
+def layers_read(configs: Sequence[TrainConfig], target: TargetModel) -> list[int]:
+    """Layers that any of their heads reads, ascending."""
+    layers = target.spec.num_layers
+    return sorted({t for c in configs for t in HEADS[c.head.kind].layers_tapped(c.head, layers)})
+
+
 class RecordedStates:
     """A folder of recorded states, for one target, set of taps and dtype; others are not seen."""
 
-    def __init__(self, config: TrainConfig, target: TargetModel) -> None:
+    def __init__(
+        self, config: TrainConfig, target: TargetModel, taps: list[int] | None = None
+    ) -> None:
+        """Args:
+        taps: None for those that the config's head reads.
+        """
         self.folder = config.features_folder / "recorded"
-        self.taps = HEADS[config.head.kind].layers_tapped(config.head, target.spec.num_layers)
+        self.taps = layers_read([config], target) if taps is None else taps
         self.dtype = config.data.features.dtype
         identity = target.spec.identity
         made_with = [identity["fingerprint"], identity["dtype"], self.taps, self.dtype]
         self.made_with = hashlib.sha256(str(made_with).encode()).hexdigest()[:16]
         self._files: dict[str, Any] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Size of what lies there, of whatever target, taps and dtype."""
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def write(self, rows: list[tuple[list[int], Features]]) -> int:
         """Adds states of rows of ids, in a file of their own.  Returns the bytes written."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +27,8 @@ from .engine import Engine, uses_deepspeed
 from .features import FeatureSource
 from .limits import measured_alike
 from .packing import Document, digest
+from .ranks import say, warn
 from .reading import counted
-from .tracking import is_main, say
 
 START_ROWS = 64  # documents whose states say where an lm_head of low rank has to be right
 
@@ -102,22 +101,25 @@ def check_run_stream(found: Checkpoint | None, met: dict[str, Any]) -> None:
     """Warns where a resumed run would go on in another stream of rows than its own."""
     trained = met if found is None else found.state.get("stream", met)
     differing = [name for name in met if met[name] != trained[name]]
-    if found is not None and differing and is_main():
-        warnings.warn(
+    if found is not None and differing:
+        warn(
             f"{found.folder} was trained with other {', '.join(differing)}: from here on the rows "
-            f"are not those that the unbroken run would have seen",
-            stacklevel=2,
+            f"are not those that the unbroken run would have seen"
         )
 
 
-def check_run_measure(found: Checkpoint | None, schedule: ScheduleConfig) -> None:
-    """Warns where the evaluations so far were of another figure."""
-    if found is not None and is_main() and not measured_alike(schedule, found.state):
-        warnings.warn(
-            f"{found.folder} was judged by {found.state['select']}, schedule.select is now "
-            f"{schedule.select}: schedule.patience counts from here",
-            stacklevel=2,
-        )
+def check_run_measure(
+    found: Checkpoint | None, schedule: ScheduleConfig, documents: Documents
+) -> None:
+    """Warns where the evaluations so far were of another figure, or on other rows."""
+    if found is None or measured_alike(schedule, found.state, documents.judged_by):
+        return
+    before = found.state.get("select", schedule.select)
+    if before != schedule.select:
+        change = f"by {before}, schedule.select is now {schedule.select}: schedule.patience counts"
+    else:
+        change = "on other held-out rows: schedule.patience and the best head count"
+    warn(f"{found.folder} was judged {change} from here")
 
 
 def check_held_out(schedule: ScheduleConfig, documents: Documents) -> None:

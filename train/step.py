@@ -168,7 +168,8 @@ class Stepper:
         """Depths at which this row alone gives a loss or a gradient that is not finite."""
         batch = to_device(self.features.collate([document]), self.accelerator.device)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        loss_K = self.module(batch, self.features.get([document]))["loss"]
+        with self.engine.autocast():
+            loss_K = self.module(batch, self.features.get([document]))["loss"]
         bad = []
         for depth, loss in enumerate(loss_K, start=1):
             grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)

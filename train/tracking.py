@@ -20,25 +20,14 @@ from urllib.parse import urlparse
 
 import yaml
 from accelerate import Accelerator
-from tqdm.auto import tqdm
 
 from ..heads import InputError
 from ..heads.checkpoint import DESCRIPTION, WEIGHTS, replace_file
 from .config import TrackingConfig, TrainConfig
+from .ranks import is_main, say
 from .samples import COLUMNS, Sample
 
 METRICS = "metrics.jsonl"
-
-
-def is_main() -> bool:
-    """Is this the first process?  Works before the process group exists."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def say(message: str) -> None:
-    """One line on the terminal, from the first process alone, beside any progress bar."""
-    if is_main():
-        tqdm.write(message)
 
 
 class MetricsFile:
@@ -96,12 +85,14 @@ def wandb_mode(config: TrackingConfig) -> str:
     Raises:
         InputError: online without an API key.
     """
-    mode: str = config.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+    mode, named = str(config.mode), "tracking.mode"
+    if mode == "auto" and (chosen := os.environ.get("WANDB_MODE")):
+        mode, named = chosen, "WANDB_MODE"
+    elif mode == "auto":
+        mode = "online" if _has_key() else "offline"
     if mode == "online" and not _has_key():
         raise InputError(
-            "tracking.mode is online and there is no W&B API key",
+            f"{named} is online and there is no W&B API key",
             "Run `wandb login`, set WANDB_API_KEY, or set tracking.mode=offline.",
         )
     return mode

@@ -26,6 +26,7 @@ from ..heads.checkpoint import replace_file
 from ..inference.target import TargetModel
 from . import checkpoint as checkpoints
 from . import setup
+from .answers import check_answers
 from .checkpoint import Checkpoint
 from .config import TrainConfig
 from .data import Documents, check_data, load_documents
@@ -35,10 +36,11 @@ from .engine import make_engine
 from .evaluate import TAUS, measure
 from .limits import Limits, score
 from .locks import locked
+from .ranks import is_main, say
 from .samples import make_samples
 from .signals import caught_signals
 from .step import Batches, Stepper, learning_rate
-from .tracking import MetricsFile, check_tracker, finite, is_main, make_tracker, say
+from .tracking import MetricsFile, check_tracker, finite, make_tracker
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def _run(config: TrainConfig) -> Result:
     target = setup.load_target(config)
     setup.check_run_target(found, target, config)
     accelerator = setup.make_accelerator(config, target)
+    check_answers(config, target)
     documents = load_documents(config, target)
     setup.check_held_out(config.schedule, documents)
     say(setup.describe(documents))
@@ -93,7 +96,7 @@ class Trainer:
         self.step, self.output = 0 if found is None else found.step, Path(config.output_dir)
         self.stream = setup.stream(config, documents)
         setup.check_run_stream(found, self.stream)
-        setup.check_run_measure(found, config.schedule)
+        setup.check_run_measure(found, config.schedule, documents)
         self.module = setup.build_head(config, target, documents.train, found)
         self.features = open_features(config, target, documents, self.module.taps)
         if found is None:
@@ -111,10 +114,13 @@ class Trainer:
             config.data.bucket,
         )
         self.stepper = Stepper(self.engine, self.features)
-        best = best_head(self.output)
+        best = best_head(self.output, found, documents.judged_by)
         self.tau, self.best = best.get("tau"), score(best, config.schedule)
-        self.limits = Limits(config.schedule, found.state if found else {})
-        run_id = found.state.get("tracker_id") if found else None
+        state = found.state if found else {}
+        self.limits = Limits(config.schedule, state, documents.judged_by)
+        # A run that goes on elsewhere is another one.
+        ours = found is not None and found.lies_in(self.output)
+        run_id = state.get("tracker_id") if ours else None
         self.tracker = make_tracker(accelerator, config, run_id)
         if is_main():
             (self.output / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
@@ -214,7 +220,8 @@ class Trainer:
         found = {}
         if self.documents.eval:
             rows = self.config.schedule.batch_size
-            found = measure(self.module, self.documents, self.features, rows, self.accelerator)
+            with self.engine.autocast():
+                found = measure(self.module, self.documents, self.features, rows, self.accelerator)
             self._report({"step": self.step, "eval": found})
             say(
                 f"step {self.step}: held-out tau {found['tau']:.3f}, at temperature 1 "
@@ -229,10 +236,9 @@ class Trainer:
         weights = self._weights()
         if is_main():
             notes = {name: finite(found.get(name)) for name in (*TAUS, "sharpness")}
-            length = self.config.data.max_length
-            save_head(
-                self.output, self.module, weights, trained_length=length, step=self.step, **notes
-            )
+            notes |= {"step": self.step, "judged_by": self.documents.judged_by}
+            notes["trained_length"] = max(len(d.ids) for d in self.documents.train)
+            save_head(self.output, self.module, weights, **notes)
             held_out = self.documents.eval
             samples = partial(make_samples, self.output, self.target, held_out, self.config)
             self.tracker.log_samples(self.step, samples)

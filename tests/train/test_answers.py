@@ -17,8 +17,15 @@ from selfdraft.heads import save_head
 from selfdraft.heads.errors import InputError
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import prepare_data
-from selfdraft.train.answers import answer_all, open_answers, plan_requests, read_prompts
-from selfdraft.train.config import TargetConfig, TrainConfig
+from selfdraft.train.answers import (
+    answer_all,
+    check_answers,
+    close_answers,
+    open_answers,
+    plan_requests,
+    read_prompts,
+)
+from selfdraft.train.config import DataConfig, TargetConfig, TrainConfig
 from selfdraft.train.data import TOO_LONG, load_documents
 from selfdraft.train.recording import RecordedStates
 
@@ -62,6 +69,7 @@ def prepare(config: TrainConfig, target: TargetModel, generate: Answering) -> li
     assert too_long == {TOO_LONG: 1}
     done = open_answers(config, target, prompts)
     answer_all(config, target, requests, done, generate)
+    close_answers(config, target, prompts)
     return [json.loads(line) for line in config.answers_file.read_text().splitlines()]
 
 
@@ -108,6 +116,33 @@ def test_answers_of_other_settings_are_not_mixed(chatml, llama3, tmp_path):
     (tmp_path / "out" / "a.jsonl.meta.json").unlink()
     with pytest.raises(InputError, match="was not made by this command"):
         prepare(config, chatml, Answering())
+
+
+def test_what_is_trained_on_is_what_the_config_asks_for(chatml, tmp_path):
+    """All answers, to its prompts; whatever is there without prompts, or in a file of one's own."""
+    config = prompts_config(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, chatml, Answering(batches=4))
+    with pytest.raises(InputError, match=r"has not got all answers yet\nRun scripts/prepare_data"):
+        check_answers(config, chatml)
+    check_answers(prompts_config(tmp_path).model_copy(update={"data": own_file(config)}), chatml)
+    prepare(config, chatml, Answering())
+    check_answers(config, chatml)
+    check_answers(config.model_copy(update={"seed": 5}), chatml)
+    for other, named in ({"limit": 4}, "prompts"), ({"max_new_tokens": 9}, "max_new_tokens"):
+        with pytest.raises(InputError, match=rf"other {named}: .*\nRemove .*data\.prompts=null"):
+            check_answers(prompts_config(tmp_path, **other), chatml)
+    more = [{"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.0}]
+    with pytest.raises(InputError, match="has not got all answers"):
+        check_answers(prompts_config(tmp_path, answers=more), chatml)
+    (tmp_path / "out" / "a.jsonl.meta.json").unlink()
+    check_answers(prompts_config(tmp_path, limit=4), chatml)
+    assert len(load_documents(prompts_config(tmp_path, limit=4), chatml).train) == 4
+
+
+def own_file(config: TrainConfig) -> DataConfig:
+    """The data of `config` without its prompts."""
+    return config.data.model_copy(update={"prompts": None})
 
 
 def test_prompts_that_do_not_fit(chatml, tmp_path):

@@ -1,10 +1,12 @@
 """Documents, loss masks, batches, the order of a run, and the preparation of answers."""
 
 from operator import attrgetter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from chats import CHAT, CHATML, STRICT, bpe, make_config, make_target, prepared
+from safetensors import SafetensorError
 
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.target import TargetModel
@@ -229,3 +231,21 @@ def test_exit_code(capsys):
     assert exit_code(bad) == 2
     assert capsys.readouterr().err == "this was met\ndo that\n"
     assert exit_code(stopped) == 130
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_is_two_lines(capsys):
+    """Of Python's own writes, and of a library's that gives the number as text."""
+
+    def full() -> int:
+        with open("/dev/full", "w") as file:
+            file.write("a" * 10**6)
+        return 0
+
+    def told() -> int:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    for write in (full, told):
+        assert exit_code(write) == 2
+        met, advice = capsys.readouterr().err.splitlines()
+        assert met.startswith("the disk is full: ") and advice.startswith("Free some space")

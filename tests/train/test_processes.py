@@ -106,11 +106,12 @@ def two(runs) -> Runs:
 @pytest.fixture(scope="module", params=["zero", "fsdp2"])
 def cut(runs, request) -> tuple[Runs, str]:
     """DeepSpeed ZeRO-2 or FSDP2 in two CPU processes of 2 micro-steps, going on from step 2 of one
-    process.  (A process holds one such run: DeepSpeed keeps the groups of its first.)"""
+    process, and on again after a save in its middle.  (A process holds one such run: DeepSpeed
+    keeps the groups of its first.)"""
     name = request.param
     shutil.copytree(runs.root / "single-whole", runs.root / name)
     shutil.rmtree(runs.root / name / "run" / "checkpoints" / "step-4")
-    schedule = {**SINGLE, "batch_size": 1}
+    schedule = {**SINGLE, "batch_size": 1, "save_every": 1}
     file = runs.root / f"{name}.json"
     file.write_text(json.dumps([runs.job(name, False, schedule=schedule, resume="latest")]))
     launched = zero2(runs.root) if name == "zero" else {"FSDP2_ON_CPU": "1"}
@@ -192,6 +193,19 @@ def test_a_cut_head_goes_on_from_the_checkpoint_of_one_process(cut):
     for line, other in zip(*lines, strict=True):
         for key in {"rows", "lr", "loss", "loss_k", "top1_k", "grad_norm"} & line.keys():
             assert other[key] == pytest.approx(line[key], rel=1e-4), (key, line["step"])
+
+
+def test_zero_trains_and_judges_a_target_in_bfloat16(runs):
+    """As on a GPU, where the head's weights are float32 and what it reads is not."""
+    target = {"dtype": "bfloat16"}
+    schedule = {"steps": 2, "eval_every": 2, "save_every": 2, "batch_size": 2}
+    work(*runs.job("half", False, target=target, schedule=schedule))
+    file = runs.root / "half-zero.json"
+    split = {**schedule, "batch_size": 1}
+    file.write_text(json.dumps([runs.job("half-zero", False, target=target, schedule=split)]))
+    finish(start(2, WORKER, str(file), **zero2(runs.root)), seconds=400)
+    (one,), (other,) = runs.evals("half"), runs.evals("half-zero")
+    assert other["loss"] == pytest.approx(one["loss"], rel=0.02) and other["tau"] >= 1
 
 
 def test_the_checkpoint_of_a_cut_head_is_that_of_one_process(cut):

@@ -1,12 +1,19 @@
+import json
+
 import pytest
 import torch
 from training import make_config, make_target
 
 from selfdraft.inference.speculator import Speculator
+from selfdraft.scripts.prepare_data import prepare
+from selfdraft.train.answers import Request, answer_all
+from selfdraft.train.data import load_documents
 from selfdraft.train.distill import FeatureCache
 from selfdraft.train.features import compute
+from selfdraft.train.formats import Conversation
 from selfdraft.train.packing import Document
 from selfdraft.train.recording import RecordedStates, Recorder
+from selfdraft.train.sections import Answer
 
 PROMPTS = [[5, 6, 7], [9] * 12, [300, 4], [8, 1, 2, 3, 4]]
 
@@ -62,6 +69,33 @@ def test_the_cache_takes_what_was_recorded(target, tmp_path, monkeypatch):
     for row, state in enumerate(states[:3]):
         assert torch.equal(found[row, : len(state["hidden"])], state["hidden"])
     assert not list(recorded.folder.iterdir())
+
+
+def test_states_are_recorded_for_all_runs_on_the_data(target, tmp_path):
+    """A comparison of heads that read unlike layers fills one cache from what was recorded."""
+    rows = [{"prompt": f"word {i}"} for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompts": str(tmp_path / "prompts.jsonl"), "file": str(tmp_path / "a.jsonl")}
+    data |= {"max_new_tokens": 6, "answers": [{"temperature": 0}]}
+    runs = [make_config(tmp_path, head={"taps": taps}, data=data) for taps in ([2], [0, 1])]
+    prepare(runs[0], runs[1:])
+    recorded = RecordedStates(runs[0], target, [0, 1, 2])
+    answered = load_documents(runs[0], target).train
+    assert answered and all(recorded.get(d.ids) for d in answered)
+    assert recorded.bytes == sum(p.stat().st_size for p in recorded.folder.iterdir()) > 0
+
+
+def test_the_size_cap_holds_over_restarts(target, tmp_path, monkeypatch):
+    """What lies there already counts."""
+    documents, states = record(target, [])
+    config = make_config(tmp_path, data={"features": {"max_gb": 1e-9}})
+    RecordedStates(config, target).write([(documents[0].ids, states[0])])
+    request = Request(0, Conversation([{"role": "user", "content": "a"}], []), [5], Answer(), 0)
+    config.answers_file.parent.mkdir(parents=True, exist_ok=True)
+    asked = []
+    generate = lambda prompts, answer, seeds, record: asked.append(record) or [[5, 5]]  # noqa: E731
+    answer_all(config, target, [request], set(), generate)
+    assert asked == [None]
 
 
 def test_states_of_another_target_are_not_seen(target, tmp_path):

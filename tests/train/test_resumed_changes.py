@@ -10,6 +10,7 @@ import torch
 from training import make_config, metrics, train
 
 from selfdraft.heads.errors import InputError
+from selfdraft.heads.files import sha256
 from selfdraft.train import trainer
 from selfdraft.train.checkpoint import latest, numbered
 from selfdraft.train.limits import Limits, score
@@ -55,6 +56,19 @@ def test_the_same_select_says_nothing_and_keeps_them(copy, recwarn):
     train(make_config(copy, schedule={**SCHEDULE, "steps": 6}, resume="latest"))
     assert len(latest(copy / "run").state["scores"]) == 3
     assert not [w for w in recwarn if "judged by" in str(w.message)]
+
+
+def test_a_field_that_is_gone_and_changed_nothing_is_no_matter(copy):
+    """Of a checkpoint of an earlier release; its checksum is that of the file as it was."""
+    folder = latest(copy / "run").folder
+    path = folder / "state.json"
+    state = json.loads(path.read_text())
+    state["head"]["config"]["reach"] = 0.0
+    path.write_text(json.dumps(state))
+    sums = json.loads((folder / "complete.json").read_text())
+    (folder / "complete.json").write_text(json.dumps(sums | {"state.json": sha256(path)}))
+    more = {**SCHEDULE, "steps": 6}
+    assert train(make_config(copy, schedule=more, resume="latest")).step == 6
 
 
 @pytest.mark.parametrize("head", [{"draft_coverage": 0.9}, {"draft_vocab": 32}])

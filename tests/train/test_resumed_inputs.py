@@ -1,5 +1,6 @@
 """A run goes on with the target and the rows that it was trained on; the target is kept nowhere."""
 
+import json
 import shutil
 
 import pytest
@@ -75,3 +76,41 @@ def test_latest_in_an_empty_folder_starts_fresh_and_says_so(tmp_path, capsys):
     (tmp_path / "run" / "answers.jsonl.meta.json").write_text("{}")
     train(make_config(tmp_path, resume="latest"))
     assert "starting from step 0" in capsys.readouterr().out
+
+
+def test_another_run_is_not_mixed_into_one(tmp_path):
+    """A named checkpoint of elsewhere goes on in a folder of its own."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        train(make_config(tmp_path / name))
+    there = tmp_path / "one" / "run" / "checkpoints" / "step-6"
+    before = (tmp_path / "two" / "run" / "metrics.jsonl").read_bytes()
+    more = {"schedule": {"steps": 9}, "resume": str(there)}
+    with pytest.raises(InputError, match=r"already holds a run, and resume names .*one.*\nPass"):
+        train(make_config(tmp_path / "two", **more))
+    assert (tmp_path / "two" / "run" / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "three").mkdir()
+    assert train(make_config(tmp_path / "three", **more)).step == 9
+
+
+def test_a_head_that_other_rows_have_judged_is_no_measure(tmp_path):
+    """Nor are the scores that patience counts."""
+    train(make_config(tmp_path))
+    path = tmp_path / "run" / "head.json"
+    head = json.loads(path.read_text())
+    path.write_text(json.dumps(head | {"tau": 99.0}))
+    more = {"schedule": {"steps": 9}, "resume": "latest"}
+    with pytest.warns(UserWarning, match=r"judged on other held-out rows: .*best head count from"):
+        train(make_config(tmp_path, data={"eval_prompts": 3}, **more))
+    after = json.loads(path.read_text())
+    assert after["tau"] < 99 and after["judged_by"] != head["judged_by"]
+    assert len(latest(tmp_path / "run").state["scores"]) == 1
+
+
+def test_a_head_of_steps_that_a_kill_undid_is_no_measure(tmp_path):
+    """They are taken again, and judged again."""
+    train(make_config(tmp_path))
+    path = tmp_path / "run" / "head.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tau": 99.0, "step": 6}))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+    assert train(make_config(tmp_path, resume="latest")).tau < 99

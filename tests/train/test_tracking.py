@@ -99,6 +99,10 @@ def test_auto_is_offline_without_a_key_and_online_with_one(monkeypatch, tmp_path
     assert wandb_mode(auto) == "online"
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert wandb_mode(auto) == "offline"
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(InputError, match=r"^WANDB_MODE is online and there is no"):
+        wandb_mode(auto)
 
 
 def test_online_without_a_key_stops_at_once(tmp_path, monkeypatch):
@@ -177,6 +181,16 @@ def test_a_resumed_run_keeps_its_id(tmp_path, fake):
     train(make_config(tmp_path, tracking=WANDB, resume="latest", schedule={"steps": 8}))
     first, second = fake.calls
     assert first["id"] == second["id"] == saved and second["resume"] == "allow"
+
+
+def test_a_run_that_goes_on_elsewhere_is_another_one(tmp_path, fake):
+    """Two folders never write to one run."""
+    train(make_config(tmp_path, tracking=WANDB))
+    there = tmp_path / "run" / "checkpoints" / "step-6"
+    fields = {"resume": str(there), "output_dir": str(tmp_path / "fork")}
+    train(make_config(tmp_path, tracking=WANDB, schedule={"steps": 8}, **fields))
+    first, second = fake.calls
+    assert first["id"] != second["id"]
 
 
 def test_a_lost_id_gives_a_new_run(tmp_path, fake):
