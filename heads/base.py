@@ -58,6 +58,7 @@ class Head(nn.Module):
     sharpness: list[float] | None = None  # by depth, see `calibration`; None before it is measured
     rates: Rates = ()  # how often drawn tokens are accepted, by depth; see `Grower`
     trees: bool = True  # False for a head that can only draft chains
+    packed: bool = False  # for decoding, which frees its weights
     widen: bool = False  # draft over the ids of each row's own text too, where the head can
 
     def __init__(

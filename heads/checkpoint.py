@@ -28,8 +28,8 @@ from .shapes import first_rates
 from .spec import TargetSpec
 
 FORMAT = 1
-REMOVED = (("reach", 0.0), ("on_policy", 0.0))
-"""Fields of earlier heads, at the value that changed nothing."""
+REMOVED = {"reach": 0.0, "on_policy": 0.0}
+"""Fields that trainings had once, at the value that changed nothing."""
 WEIGHTS, DESCRIPTION = "model.safetensors", "head.json"
 SIZES = ("model_type", "hidden_size", "num_layers", "vocab_size")
 
@@ -48,15 +48,12 @@ def save_head(
     Raises:
         InputError: a head that has lost tensors, as packing for decoding does to it.
     """
-    weights = head.state_dict() if weights is None else weights
-    with torch.device("meta"):
-        built = HEADS[head.kind](head.config, head.spec, head.draft_ids).state_dict()
-    if differing := sorted(built.keys() ^ weights.keys()):
+    if head.packed and weights is None:
         raise InputError(
-            f"the {head.kind} head has other tensors than one that is built: {differing[0]} and "
-            f"{len(differing) - 1} more",
-            "A head that was packed for decoding cannot be saved; copy the folder it came from.",
+            f"the {head.kind} head was packed for decoding and has no weights to save",
+            "Copy the folder that it came from.",
         )
+    weights = head.state_dict() if weights is None else weights
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Clones: tensors that share storage cannot be written.
@@ -131,7 +128,8 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     if kind not in HEADS:
         raise InputError(f"{folder}: unknown head kind {kind!r}", nearest(kind, HEADS))
     try:
-        config = HEADS[kind].Config.model_validate(without_removed(description["config"]))
+        known = {k: v for k, v in description["config"].items() if k not in REMOVED}
+        config = HEADS[kind].Config.model_validate(known)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise InputError(f"{folder}/{DESCRIPTION}: {problems}", "Restore the file.") from None
@@ -147,8 +145,8 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
 
 
 def without_removed(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a saved head without those that no longer exist and that it made no use of."""
-    return {key: value for key, value in config.items() if (key, value) not in REMOVED}
+    """Fields of a run's head without those that no longer exist and that it made no use of."""
+    return {k: v for k, v in config.items() if k not in REMOVED or v != REMOVED[k]}
 
 
 def _built(

@@ -185,6 +185,7 @@ def build_drafter(
     head.widen = widen
     if target.packed:
         packed.pack_linears(head, rounded.product)
+        head.packed = True
     return head if asked == "heads" else Merged([NGram(), head])
 
 

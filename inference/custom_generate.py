@@ -77,11 +77,14 @@ def _refuse_inputs(given: dict[str, Any]) -> None:
     """Raises InputError for what the model would read beside the ids: images, embeddings, tokens
     that a cache holds already."""
     for name, value in given.items():
-        if name not in TAKEN and not _is_empty(value):
-            raise InputError(
-                f"custom_generate does not take {name}",
-                "Leave it out: ids and their attention_mask are all that is read.",
-            )
+        if name in TAKEN or _is_empty(value):
+            continue
+        if name == "mm_token_type_ids" and not torch.as_tensor(value).any():
+            continue  # of text alone
+        raise InputError(
+            f"custom_generate does not take {name}",
+            "Leave it out: ids and their attention_mask are all that is read.",
+        )
 
 
 def _is_empty(value: Any) -> bool:

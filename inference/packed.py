@@ -119,20 +119,21 @@ def pack_linears(model: nn.Module, make: Make = product) -> int:
     for parent in list(model.modules()):
         count += sum(_share(parent, names, make) for names in SIBLINGS)
         for name, child in list(parent.named_children()):
-            if _is_packable(child):
+            if is_packable(child):
                 setattr(parent, name, PackedLinear(child, make))
                 count += 1
     return count
 
 
-def _is_packable(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+def is_packable(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Would `pack_linears` replace it?"""
     return type(module) is nn.Linear and packable(module.weight)
 
 
 def _share(parent: nn.Module, names: tuple[str, ...], make: Make) -> int:
     """Replaces siblings by one product, where all are there and alike; returns how many."""
     sources = [getattr(parent, name, None) for name in names]
-    if not all(map(_is_packable, sources)):
+    if not all(map(is_packable, sources)):
         return 0
     linears = [source for source in sources if isinstance(source, nn.Linear)]
     if len({(source.in_features, source.bias is None) for source in linears}) > 1:

@@ -17,16 +17,16 @@ from ..heads.errors import InputError
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that trains does not: no dropout.  Afterwards every module is as it was."""
-    modules = list(model.modules()) if model.training else []
-    modes = [module.training for module in modules]
+    """Inside, no module of a model trains: no dropout.  Afterwards each is as it was.  A model that
+    trains is for one thread at a time."""
+    training = [module for module in model.modules() if module.training]
     try:
-        for module in modules:
+        for module in training:
             module.training = False
         yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 @contextmanager

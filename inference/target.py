@@ -72,12 +72,11 @@ class TargetModel:
         self._identity = cache(partial(loading.identity, model, tokenizer, self.vocab_size))
         rows = self._projection.start_rows
         self.weights = target_weights(self.decoder, self.layers, rows, self.device)
-        packs = pack and packed.packable(next(model.parameters()))
+        packs = pack and any(map(packed.is_packable, self.decoder.modules()))
         if packs or any(weight.is_meta for weight in model.parameters()):
             self._identity()  # of weights that packing frees, or that a forward unties
         self.packed = packed.pack_linears(self.decoder) if pack else 0
-        grouped = pack and use_grouped_attention(model)
-        self.ragged = grouped and self.device.type == "cpu"
+        self.ragged = pack and use_grouped_attention(model) and self.device.type == "cpu"
         with evaluating(model):
             probe_target(self)
 
@@ -224,7 +223,8 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] for inference."""
-        return self._projection.serving(hidden)
+        with evaluating(self.lm_head):
+            return self._projection.serving(hidden)
 
     # -- forwards --------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ def _prepare(config: TrainConfig, others: Sequence[TrainConfig]) -> int:
 
 
 def fetch_named(config: TrainConfig) -> dict[str, str]:
-    """Fetches the hub datasets that the config names.
+    """Fetches the hub datasets that the config names, where they are not there yet.
 
     Returns:
         the keys of `data` that name one, and where it lies.
@@ -87,8 +87,10 @@ def fetch_named(config: TrainConfig) -> dict[str, str]:
     names = {key: getattr(config.data, key) for key in ("prompts", "file")}
     found = {k: config.local_file(name) for k, name in names.items() if name and is_hub(name)}
     for key, path in found.items():
-        rows = fetch(names[key], path, config.data.limit)
-        print(f"{path}: {rows} rows fetched from {names[key]}")
+        if not path.exists():
+            with locked(path, "Choose another output_dir.", file=True):
+                rows = fetch(names[key], path, config.data.limit)
+            print(f"{path}: {rows} rows fetched from {names[key]}")
     return {key: str(path) for key, path in found.items()}
 
 

@@ -134,7 +134,7 @@ def check_answers(config: TrainConfig, target: TargetModel) -> None:
     path, found = config.answers_file, read_meta(config.answers_file, target)
     if config.data.prompts is None or found is None:
         return
-    as_it_is = f"set data.prompts=null data.file={path} to train on what is there"
+    as_it_is = f"set data.prompts=null data.limit=null data.file={path} to train on what is there"
     if not found.complete or len(found.settings["answers"]) < len(config.data.answers):
         raise InputError(
             f"{path} has not got all answers yet",

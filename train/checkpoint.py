@@ -188,10 +188,11 @@ def find_resume(config: TrainConfig) -> Checkpoint | None:
         )
     if found is not None:
         if not found.lies_in(output) and (head or numbered(output)):
+            on = "Pass resume=latest to go on with the one that is there"
             raise InputError(
                 f"output_dir {output} already holds a run, and resume names a checkpoint of "
                 f"another, {found.folder}",
-                "Pass resume=latest to go on with the one that is there, or another output_dir.",
+                f"{on if numbered(output) else 'Move its head away'}, or give another output_dir.",
             )
         _check_head(found.state["head"], config, found.folder)
         if config.resume != "latest":

@@ -6,6 +6,8 @@ Shape suffixes: K depths.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +24,8 @@ from .packing import Document
 METRICS = ("loss", "top1", "prefix")
 EVALUATED = (*METRICS, "accepted", "chance")
 """What `Head.forward` gives: always, and in evaluation."""
+Autocast = Callable[[], AbstractContextManager[Any]]
+"""What stands around the head's forwards, and not around the target's: see `Engine.autocast`."""
 TAUS = ("tau", "tau_by_depth", "tau_t1", "tau_t1_by_depth")
 
 
@@ -90,6 +94,7 @@ def evaluate(
     features: FeatureSource,
     batch_size: int,
     accelerator: Accelerator,
+    autocast: Autocast = nullcontext,
 ) -> dict[str, Any]:
     """`Tally.means` over `documents`, each counted once whatever the number of processes.
 
@@ -105,7 +110,9 @@ def evaluate(
         rows = mine[start : start + batch_size]
         shown = rows or documents[:1]
         batch = to_device(features.collate(shown), accelerator.device)
-        out = head(batch, features.get(shown))
+        states = features.get(shown)
+        with autocast():
+            out = head(batch, states)
         if rows:
             tally.add(out, head.counts(batch))
     head.train()
@@ -119,12 +126,13 @@ def measure(
     features: FeatureSource,
     batch_size: int,
     accelerator: Accelerator,
+    autocast: Autocast = nullcontext,
 ) -> dict[str, Any]:
     """Held-out figures: those at temperature 1 on answers that were drawn at it, where there are
     some, all others on `documents.eval`."""
-    found = evaluate(head, documents.eval, features, batch_size, accelerator)
+    found = evaluate(head, documents.eval, features, batch_size, accelerator, autocast)
     if documents.drawn not in ([], documents.eval):
-        drawn = evaluate(head, documents.drawn, features, batch_size, accelerator)
+        drawn = evaluate(head, documents.drawn, features, batch_size, accelerator, autocast)
         found |= {name: drawn[name] for name in TAUS if "t1" in name}
     return {name: found[name] for name in (*TAUS, "top1", "loss", "sharpness")}
 

@@ -69,10 +69,12 @@ def take_up(
         InputError: see `check_settings` and `read_meta`.
     """
     begun = path.exists() and path.stat().st_size
+    found = read_meta(path, target) if begun else None
     if begun:
-        check_settings(path, read_meta(path, target), settings, elsewhere)
+        check_settings(path, found, settings, elsewhere)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_meta(path, target, settings, complete=False)
+    if found is None or found.settings != settings:  # more is asked for than it has
+        write_meta(path, target, settings, complete=False)
     return read_rows(path, Counter()) if begun and whole_lines(path) else iter(())
 
 

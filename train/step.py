@@ -168,8 +168,9 @@ class Stepper:
         """Depths at which this row alone gives a loss or a gradient that is not finite."""
         batch = to_device(self.features.collate([document]), self.accelerator.device)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
+        states = self.features.get([document])
         with self.engine.autocast():
-            loss_K = self.module(batch, self.features.get([document]))["loss"]
+            loss_K = self.module(batch, states)["loss"]
         bad = []
         for depth, loss in enumerate(loss_K, start=1):
             grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)

@@ -219,9 +219,14 @@ class Trainer:
         held out the last head is kept."""
         found = {}
         if self.documents.eval:
-            rows = self.config.schedule.batch_size
-            with self.engine.autocast():
-                found = measure(self.module, self.documents, self.features, rows, self.accelerator)
+            found = measure(
+                self.module,
+                self.documents,
+                self.features,
+                self.config.schedule.batch_size,
+                self.accelerator,
+                self.engine.autocast,
+            )
             self._report({"step": self.step, "eval": found})
             say(
                 f"step {self.step}: held-out tau {found['tau']:.3f}, at temperature 1 "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,5 +296,8 @@ def test_custom_generate_takes_what_carries_no_input() -> None:
 def test_a_call_by_hand_refuses_images_by_name() -> None:
     spec = Speculator(tiny())
     config = tiny().model.generation_config
-    with pytest.raises(InputError, match="pixel_values"):
-        spec(tiny().model, torch.tensor([[1]]), generation_config=config, pixel_values=[0])
+    call = partial(spec, tiny().model, torch.tensor([[1]]), generation_config=config)
+    for name, value in (("pixel_values", [0]), ("mm_token_type_ids", torch.ones(1, 1))):
+        with pytest.raises(InputError, match=name):
+            call(**{name: value})
+    assert len(call(mm_token_type_ids=torch.zeros(1, 1))) == 1  # what a processor says of text

@@ -34,6 +34,14 @@ def test_a_model_that_trains_goes_on_training() -> None:
         assert len(set(modes)) == 2
 
 
+def test_a_part_that_trains_alone_does_not_in_our_forwards() -> None:
+    """As an adapter's new layers do in a model that does not."""
+    model = stock(TARGETS["gpt2"]).eval()
+    model.transformer.h[0].train()
+    assert plain(TargetModel(model), PROMPTS[:2], 8) == plain(tiny("gpt2"), PROMPTS[:2], 8)
+    assert model.transformer.h[0].training and not model.training
+
+
 def test_the_mode_is_restored_after_a_failure() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2)).train()
     with pytest.raises(ZeroDivisionError), evaluating(model):

@@ -128,6 +128,8 @@ def test_what_is_trained_on_is_what_the_config_asks_for(chatml, tmp_path):
     check_answers(prompts_config(tmp_path).model_copy(update={"data": own_file(config)}), chatml)
     prepare(config, chatml, Answering())
     check_answers(config, chatml)
+    open_answers(config, chatml, read_prompts(config)[0])  # a second run that is ended at once
+    check_answers(config, chatml)
     check_answers(config.model_copy(update={"seed": 5}), chatml)
     for other, named in ({"limit": 4}, "prompts"), ({"max_new_tokens": 9}, "max_new_tokens"):
         with pytest.raises(InputError, match=rf"other {named}: .*\nRemove .*data\.prompts=null"):
