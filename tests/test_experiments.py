@@ -153,7 +153,7 @@ def test_prompts_of_the_hub_are_fetched_once_for_all_variants(tmp_path):
     place(tmp_path, data={"file": None, "prompts": f"hub:{tmp_path / 'set'}"})
     found = variants(tmp_path, {"a": {}, "b": {"head.depth": 2}}).values()
     assert len({v.config.data.prompts for v in found}) == 1
-    (file,) = (tmp_path / "run" / "hub").iterdir()
+    (file,) = (tmp_path / "run" / "hub").glob("*.jsonl")
     assert str(file) == next(iter(found)).config.data.prompts
     assert len(file.read_text().splitlines()) == len(PROMPTS)
 

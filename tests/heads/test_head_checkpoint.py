@@ -72,12 +72,12 @@ def test_description_says_what_is_needed(tmp_path: Path) -> None:
     assert {"random", "seed", "fingerprint", "tokenizer"} <= d["target"].keys()
 
 
-def test_a_field_that_is_gone_and_changed_nothing_is_no_matter(tmp_path: Path) -> None:
+def test_a_field_of_training_that_is_gone_is_no_matter(tmp_path: Path) -> None:
     saved(tmp_path)
-    edit(tmp_path, lambda d: d["config"].update(reach=0.0, on_policy=0.0))
+    edit(tmp_path, lambda d: d["config"].update(reach=0.5, on_policy=0.0))
     load_head(tmp_path, tiny().spec)
-    edit(tmp_path, lambda d: d["config"].update(reach=0.5))
-    refused(tmp_path, "reach")
+    edit(tmp_path, lambda d: d["config"].update(reached=0.5))
+    refused(tmp_path, "reached")
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fixtures import EOS, PROMPTS, TARGETS, make_head, plain, stock, tiny
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
 from selfdraft.heads import InputError, Plan, save_head
 from selfdraft.inference import prefill
@@ -295,7 +295,7 @@ def test_custom_generate_takes_what_carries_no_input() -> None:
 
 def test_a_call_by_hand_refuses_images_by_name() -> None:
     spec = Speculator(tiny())
-    config = tiny().model.generation_config
+    config = GenerationConfig(max_length=3, do_sample=False)
     call = partial(spec, tiny().model, torch.tensor([[1]]), generation_config=config)
     for name, value in (("pixel_values", [0]), ("mm_token_type_ids", torch.ones(1, 1))):
         with pytest.raises(InputError, match=name):
