@@ -250,6 +250,22 @@ class Head(nn.Module):
         return grow(self, state, root_B, plan, sampling, noise)
 
 
+def build_head(config: HeadConfig, spec: TargetSpec, draft_ids: Tensor | None, advice: str) -> Head:
+    """The head that `config` describes, with new parameters.
+
+    Args:
+        advice: what the user may do about sizes that cannot be.
+    Raises:
+        InputError: sizes that no tensor has.
+    """
+    try:
+        return HEADS[config.kind](config, spec, draft_ids)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        met = f"a {config.kind} head of these sizes cannot be built: {reason}"
+        raise InputError(met, advice) from None
+
+
 def tap_layers(taps: list[int], layers: int) -> list[int]:
     """The taps of a config on a target of `layers` layers: shallow targets shift them down, and
     apart where they would fall together."""

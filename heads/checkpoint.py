@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from .base import HEADS, Head
-from .config import HeadConfig
+from .base import HEADS, Head, build_head
 from .errors import InputError, nearest
 from .files import replace_file as replace_file
 from .files import replacing
@@ -134,7 +133,8 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise InputError(f"{folder}/{DESCRIPTION}: {problems}", "Restore the file.") from None
     tensors = _read_weights(folder / WEIGHTS, description["sha256"])
-    head = _built(config, spec, tensors.get("draft_ids"), folder)
+    advice = f"Restore {folder}/{DESCRIPTION}."
+    head = build_head(config, spec, tensors.get("draft_ids"), advice)
     _check_tensors(head, tensors, folder)
     head.load_state_dict(tensors)
     head.trained_length = description.get("trained_length")
@@ -147,18 +147,6 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
 def without_removed(config: dict[str, Any]) -> dict[str, Any]:
     """Fields of a run's head without those that no longer exist and that it made no use of."""
     return {k: v for k, v in config.items() if k not in REMOVED or v != REMOVED[k]}
-
-
-def _built(
-    config: HeadConfig, spec: TargetSpec, draft_ids: torch.Tensor | None, folder: Path
-) -> Head:
-    try:
-        return HEADS[config.kind](config, spec, draft_ids)
-    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that no tensor has
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{folder}/{DESCRIPTION}: no head has these sizes: {reason}", "Restore the file."
-        ) from None
 
 
 def _by_depth(

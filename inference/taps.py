@@ -5,7 +5,7 @@ Shape suffixes: B rows, T tokens, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -16,10 +16,10 @@ from ..heads.errors import InputError
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, no module of a model trains: no dropout.  Afterwards each is as it was.  A model that
-    trains is for one thread at a time."""
-    training = [module for module in model.modules() if module.training]
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, none of the modules of a model trains: no dropout.  Afterwards each is as it was.  A
+    model that trains is for one thread at a time."""
+    training = [module for module in modules if module.training]
     try:
         for module in training:
             module.training = False

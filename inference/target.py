@@ -67,17 +67,17 @@ class TargetModel:
         self.window = sliding_window(self.config)
         self.mask_kinds = layer_kinds(model, self.config)
         self.eos_ids = self._eos_ids()
-        self._projection = Projection(self.lm_head, self.config)
+        self._projection = projection = Projection(self.lm_head, self.config)
         self._named = named or {"model": getattr(model.config, "_name_or_path", None)}
         self._identity = cache(partial(loading.identity, model, tokenizer, self.vocab_size))
-        rows = self._projection.start_rows
-        self.weights = target_weights(self.decoder, self.layers, rows, self.device)
-        packs = pack and any(map(packed.is_packable, self.decoder.modules()))
-        if packs or any(weight.is_meta for weight in model.parameters()):
-            self._identity()  # of weights that packing frees, or that a forward unties
+        self.weights = target_weights(self.decoder, self.layers, projection.start_rows, self.device)
+        frees = pack and any(map(packed.is_packable, self.decoder.modules()))
+        if frees or any(weight.is_meta for weight in model.parameters()):  # which forwards untie
+            self._identity()
         self.packed = packed.pack_linears(self.decoder) if pack else 0
         self.ragged = pack and use_grouped_attention(model) and self.device.type == "cpu"
-        with evaluating(model):
+        self._modules = list(model.modules())  # to walk them takes 2 ms, too long for each forward
+        with evaluating(self._modules):
             probe_target(self)
 
     @classmethod
@@ -223,7 +223,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] for inference."""
-        with evaluating(self.lm_head):
+        with evaluating(self.lm_head.modules()):
             return self._projection.serving(hidden)
 
     # -- forwards --------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class TargetModel:
         return {name: rows.open(value) for name, value in features.items()}
 
     def _run(self, taps: list[int], **inputs: Any) -> Features:
-        with evaluating(self.model), tapped(self.layers, taps) as states:
+        with evaluating(self._modules), tapped(self.layers, taps) as states:
             features = {"hidden": self.decoder(**inputs).last_hidden_state.to(self.device)}
         if taps:
             features["taps"] = torch.stack([states[tap].to(self.device) for tap in taps], 2)

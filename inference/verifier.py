@@ -83,11 +83,12 @@ def _first_chances(draft: Draft, laws: Sequence[Tensor]) -> list[list[float]]:
 
 def _walk(draft: Draft, row: int, p_NV: Tensor, chances: list[float], noise: Noise) -> Verdict:
     ids, children, drawn = draft.tokens[row], draft.children[row], draft.drawn_BN[row].tolist()
-    q_NV = p_NV if draft.q_BNV is None else draft.q_BNV[row]  # read for drawn nodes alone
+    q_NV = None if draft.q_BNV is None else draft.q_BNV[row]
     path = [0]
     while True:
         node, accepted = path[-1], None
-        law_V, proposal_V = p_NV[node].double(), q_NV[node].double()
+        law_V = p_NV[node].double()
+        proposal_V = law_V if q_NV is None else q_NV[node].double()  # read for drawn nodes alone
         for rank, child in enumerate(children[node]):
             token, chance = ids[child], chances[child - 1]
             if rank:

@@ -9,7 +9,7 @@ from ..heads import InputError
 from ..heads.checkpoint import DESCRIPTION, WEIGHTS, read_description, sha256
 from .checkpoint import Checkpoint
 from .config import TrainConfig
-from .limits import Limits
+from .limits import Limits, same_rows
 from .ranks import say
 
 
@@ -55,6 +55,5 @@ def best_head(
         return {}
     found = read_description(output)
     undone = resumed is not None and (found.get("step") or 0) > resumed.step
-    others = None not in (judged_by, found.get("judged_by")) and found["judged_by"] != judged_by
     whole = found["sha256"] == sha256(output / WEIGHTS)
-    return found if whole and not undone and not others else {}
+    return found if whole and not undone and same_rows(found, judged_by) else {}

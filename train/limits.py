@@ -61,9 +61,14 @@ def measured_alike(
 ) -> bool:
     """Are the scores of a checkpoint of the figure that `schedule.select` asks for, on these rows?
     What is not known on either side is taken to be the same."""
+    same = bool(state.get("select", schedule.select) == schedule.select)
+    return same and same_rows(state, judged_by)
+
+
+def same_rows(state: Mapping[str, Any], judged_by: str | None) -> bool:
+    """Was a checkpoint, or the head of a head.json, judged by these rows, as far as is known?"""
     rows = state.get("judged_by")
-    same_rows = None in (rows, judged_by) or rows == judged_by
-    return same_rows and bool(state.get("select", schedule.select) == schedule.select)
+    return None in (rows, judged_by) or rows == judged_by
 
 
 def score(figures: Mapping[str, Any], schedule: ScheduleConfig) -> float | None:

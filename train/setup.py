@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
-from ..heads import HEADS, Head, InputError
+from ..heads import Head, InputError, base
 from ..heads.checkpoint import DESCRIPTION, check_target, read_description
 from ..heads.losses import draft_index
 from ..heads.vocab import coverage, draft_size, most_frequent
@@ -210,14 +210,8 @@ def build_head(
         size, share = len(draft_ids), coverage(counts_V, draft_ids)
         say(f"draft vocabulary: {size} of {spec.vocab_size} ids, {share:.1%} of the answers")
     set_seed(config.seed)
-    try:
-        head = HEADS[config.head.kind](config.head, spec, draft_ids)
-    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that no tensor has
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"a {config.head.kind} head of these sizes cannot be built: {reason}",
-            "Make head.width, head.layers or head.depth smaller.",
-        ) from None
+    advice = "Make head.width, head.layers or head.depth smaller."
+    head = base.build_head(config.head, spec, draft_ids, advice)
     head.init_from_target(target.weights)
     say(f"head: {head.kind}, {sum(p.numel() for p in head.parameters()):,} parameters")
     return head

@@ -44,7 +44,7 @@ def test_a_part_that_trains_alone_does_not_in_our_forwards() -> None:
 
 def test_the_mode_is_restored_after_a_failure() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2)).train()
-    with pytest.raises(ZeroDivisionError), evaluating(model):
+    with pytest.raises(ZeroDivisionError), evaluating(model.modules()):
         assert not any(module.training for module in model.modules())
         raise ZeroDivisionError
     assert all(module.training for module in model.modules())
