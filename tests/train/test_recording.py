@@ -8,7 +8,7 @@ from selfdraft.inference.speculator import Speculator
 from selfdraft.scripts.prepare_data import prepare
 from selfdraft.train.answers import Request, answer_all
 from selfdraft.train.data import load_documents
-from selfdraft.train.distill import FeatureCache
+from selfdraft.train.distill import FeatureCache, open_features
 from selfdraft.train.features import compute
 from selfdraft.train.formats import Conversation
 from selfdraft.train.packing import Document
@@ -71,7 +71,7 @@ def test_the_cache_takes_what_was_recorded(target, tmp_path, monkeypatch):
     assert not list(recorded.folder.iterdir())
 
 
-def test_states_are_recorded_for_all_runs_on_the_data(target, tmp_path):
+def test_states_are_recorded_for_all_runs_on_the_data(target, tmp_path, monkeypatch):
     """A comparison of heads that read unlike layers fills one cache from what was recorded."""
     rows = [{"prompt": f"word {i}"} for i in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -80,9 +80,11 @@ def test_states_are_recorded_for_all_runs_on_the_data(target, tmp_path):
     runs = [make_config(tmp_path, head={"taps": taps}, data=data) for taps in ([2], [0, 1])]
     prepare(runs[0], runs[1:])
     recorded = RecordedStates(runs[0], target, [0, 1, 2])
-    answered = load_documents(runs[0], target).train
-    assert answered and all(recorded.get(d.ids) for d in answered)
+    documents = load_documents(runs[0], target)
+    assert documents.train and all(recorded.get(d.ids) for d in documents.train)
     assert recorded.bytes == sum(p.stat().st_size for p in recorded.folder.iterdir()) > 0
+    monkeypatch.setattr(target, "features", lambda *_: pytest.fail("a second pass"))
+    open_features(runs[0], target, documents, [0, 1, 2])
 
 
 def test_the_size_cap_holds_over_restarts(target, tmp_path, monkeypatch):
