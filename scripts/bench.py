@@ -31,7 +31,7 @@ from selfdraft.scripts import drafting
 from selfdraft.scripts.bench_report import Method, Run, conditions, differences, row, show, write
 from selfdraft.scripts.stock import stock_method, stock_model
 from selfdraft.train.chat import chat_ids
-from selfdraft.train.config import resolve_path
+from selfdraft.train.config import TrainConfig, resolve_path
 from selfdraft.train.formats import prompt_conversation
 from selfdraft.train.reading import RowError, counted, read_rows, whole_lines
 
@@ -190,6 +190,14 @@ def read_prompts(
     if skipped:
         print(f"skipped prompts: {counted(skipped)}")
     return prompts, categories
+
+
+def prompts_of(
+    config: TrainConfig, options: argparse.Namespace
+) -> tuple[list[list[int]], list[str]]:
+    """`read_prompts` for a config's target, which is not kept: for commands that train first."""
+    target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
+    return read_prompts(options.prompts, options.limit, target, options.max_new_tokens)
 
 
 def check_options(options: argparse.Namespace) -> None:

@@ -46,12 +46,16 @@ def speculators(target: TargetModel, variants: list[Variant]) -> dict[str, Specu
     return {d.name: Speculator(target, d, default_plan(d)) for d in drafters}
 
 
-def measure(options: argparse.Namespace, variants: list[Variant]) -> dict[str, Any]:
-    """Times everything, and says what was trained."""
+def measure(
+    options: argparse.Namespace,
+    variants: list[Variant],
+    ids: list[list[int]],
+    categories: list[str],
+) -> dict[str, Any]:
+    """Times everything on prompts of `ids`, and says what was trained."""
     first, temperature = variants[0].config, options.temperature
     target = TargetModel.load(**first.target.model_dump(), seed=first.seed)
     tokens = options.max_new_tokens
-    ids, categories = bench.read_prompts(options.prompts, options.limit, target, tokens)
     ours = speculators(target, variants)
     facts = conditions(
         target,
@@ -139,13 +143,14 @@ def run(options: argparse.Namespace) -> int:
     further = longer(options)
     if twice := {v.name for v in variants} & {v.name for v in further}:
         raise InputError(f"{twice.pop()} would name two heads", "Name that variant otherwise.")
+    prompts = bench.prompts_of(variants[0].config, options)
     with runs.workplace(Path(options.output)) as lock:
         runs.train_all(variants, lock, options.jobs)
         if further:
             taus = [figures(variant)["tau"] for variant in variants]
             variants.append(further[taus.index(max(taus))])
             runs.train_all(variants[-1:], lock)
-        report = measure(options, variants)
+        report = measure(options, variants, *prompts)
     show(report)
     write(report, options.json)
     heads_report.write_page(report, Path(options.json))

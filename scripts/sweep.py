@@ -91,14 +91,13 @@ def run(options: argparse.Namespace) -> int:
         end: [experiments.overridden(options, named, [*more, f"seed={s}"]) for s in seeds]
         for end, more in ends.items()
     }
+    every = [v for by_seed in trained.values() for variants in by_seed for v in variants]
+    config = every[0].config
+    prompts, _ = bench.prompts_of(config, options)
+    asked = bench.generation(options.max_new_tokens, options.temperature)
     with runs.workplace(Path(options.output)) as lock:
-        every = [v for by_seed in trained.values() for variants in by_seed for v in variants]
         runs.train_all(every, lock, options.jobs)
-        config = every[0].config
         target = TargetModel.load(**config.target.model_dump(), seed=config.seed)
-        tokens = options.max_new_tokens
-        prompts, _ = bench.read_prompts(options.prompts, options.limit, target, tokens)
-        asked = bench.generation(tokens, options.temperature)
         rows = [
             {
                 "trained": end,
@@ -112,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     facts = conditions(target, seeds=seeds, minutes=options.minutes, steps=options.steps)
     facts |= {"config": experiments.given(options), "trained_at_once": options.jobs}
     facts["sampling"] = f"tau held out; decoded {bench.law(options.temperature)}, head alone"
-    facts |= {"prompts": len(prompts), "max_new_tokens": tokens}
+    facts |= {"prompts": len(prompts), "max_new_tokens": options.max_new_tokens}
     _publish({"conditions": facts, "rows": rows}, Path(options.json))
     return 0
 

@@ -254,3 +254,17 @@ def test_bad_arguments_are_two_lines_and_nothing_is_made(tmp_path, capsys, more)
     met, _ = capsys.readouterr().err.splitlines()
     assert more[0] in met or more[1] in met
     assert not list(tmp_path.glob("all/*"))
+
+
+@pytest.mark.parametrize("command", [compare_heads, sweep])
+def test_prompts_that_cannot_be_used_are_refused_before_anything_is_trained(
+    tmp_path, capsys, command
+):
+    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}")
+    own = [] if command is compare_heads else ["--variants", str(tmp_path / "v.yaml")]
+    arguments = place(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n{"text": 1}\n')
+    assert command.main([*arguments, *own, "--minutes", "1"]) == 2
+    met, todo = capsys.readouterr().err.splitlines()
+    assert "no usable prompt" in met and '{"prompt": "..."}' in todo
+    assert not list(tmp_path.glob("all/*"))
