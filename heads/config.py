@@ -39,6 +39,11 @@ class HeadConfig(BaseModel):
     lk_eta: float = Field(3.0, gt=0)
     decay: float = Field(0.8, gt=0, le=1)
 
+    @property
+    def drafts_over_some(self) -> bool:
+        """Is a draft vocabulary asked for, by size or by coverage?"""
+        return self.draft_vocab is not None or self.draft_coverage is not None
+
     @model_validator(mode="after")
     def _one_lm_head(self) -> Self:
         if self.low_rank and getattr(self, "lm_head", "shared") == "own":

@@ -249,9 +249,9 @@ def _accepted(rows: _Rows, ratio_M: Tensor, alpha_M: Tensor) -> Tensor:
         prod_{i<k} min(1, q_i(x_i) / p_i(x_i)) * alpha_k.
 
     Its mean over text of the target is exact, since E_{x~p}[min(1, q/p)] runs over the drafts
-    x ~ q that are accepted, each on its own prefix; the sum over k is the expected number of
-    accepted tokens.  (A product of mean alphas is not: depths depend on each other.)  A token
-    outside the draft vocabulary has ratio 0.
+    x ~ q that are accepted (arXiv 2211.17192, theorem 3.5), each on its own prefix; the sum over
+    k is the expected number of accepted tokens.  (A product of mean alphas is not: depths depend
+    on each other.)  A token outside the draft vocabulary has ratio 0.
     """
     reached = products(ratio_M, rows.at, rows.positions)
     return alpha_M * torch.cat([before[r] for before, r in zip(reached, rows.at, strict=False)])

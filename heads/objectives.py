@@ -157,8 +157,8 @@ Term = Callable[[Laws], Tensor]
 
 
 def ce(laws: Laws) -> Tensor:
-    """-log q(x): cross-entropy on the token of the text.  A token outside D costs 0, since no
-    change of the head could propose it."""
+    """-log q(x): cross-entropy on the token of the text (arXiv 2401.10774, equation 1).  A token
+    outside D costs 0, since no change of the head could propose it."""
     label_M = laws.label_M
     loss_M = functional.nll_loss(laws.log_q_MD, label_M.clamp(min=0), reduction="none")
     return torch.where(label_M >= 0, loss_M, 0.0)

@@ -55,6 +55,9 @@ def run(
     # The random stream is the caller's torch generator: a set seed repeats.
     seeds = torch.randint(2**62, (len(input_ids),)).tolist()
     limit = config.max_length - input_ids.shape[1]
+    if limit < 1:
+        met = f"max_length {config.max_length} leaves no token after {input_ids.shape[1]} of prompt"
+        raise InputError(met, "Raise max_length, or give max_new_tokens to model.generate.")
     rows = []
     for index, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
         prompt, seen = ids[mask].tolist(), ids.tolist()

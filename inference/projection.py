@@ -24,13 +24,16 @@ class Projection:
     as long as these are there.
 
     Args:
-        lm_head: of the target; a module without a dense weight (quantized) is called as it is.
+        lm_head: of the target; a module without a dense weight (quantized) is called as it is, and
+            so is a subclass of nn.Linear, whose weight may be packed or scaled.
         config: of the target; names what the family does to its logits.
     """
 
     def __init__(self, lm_head: Any, config: Any) -> None:
         self.lm_head, self.config = lm_head, config
-        self.weight: Tensor | None = getattr(lm_head, "weight", None)
+        self._linear = type(lm_head) is nn.Linear
+        opaque = isinstance(lm_head, nn.Linear) and not self._linear
+        self.weight: Tensor | None = None if opaque else getattr(lm_head, "weight", None)
         self.vocab_size = config.vocab_size if self.weight is None else self.weight.shape[0]
         # By the ids, and by the weight itself for all ids.
         self._made: MutableMapping[Tensor, dict[packed.Make, Project]] = WeakTensorKeyDictionary()
@@ -52,7 +55,7 @@ class Projection:
         return self._kept(None, packed.product)(hidden)
 
     def _kept(self, rows: Tensor | None, make: packed.Make) -> Project:
-        if not isinstance(self.lm_head, nn.Linear):
+        if not self._linear:
             return self._make(rows, make)  # the module itself, there is nothing to keep
         made = self._made.setdefault(self.lm_head.weight if rows is None else rows, {})
         if make not in made:
@@ -78,7 +81,7 @@ class Projection:
         return _scaled(self.config, self.weight_rows(rows))
 
     def _make(self, rows: Tensor | None, make: packed.Make) -> Project:
-        if not isinstance(self.lm_head, nn.Linear):
+        if not self._linear:
             whole: Project = self.lm_head
             pick = whole if rows is None else lambda hidden: whole(hidden)[..., rows]
             return lambda hidden: scale_logits(self.config, pick(hidden))
@@ -87,7 +90,7 @@ class Projection:
         return lambda hidden: scale_logits(self.config, product(hidden))
 
     def _make_gathered(self, rows_BE: Tensor) -> Project:
-        if not isinstance(self.lm_head, nn.Linear):
+        if not self._linear:
             whole: Project = self._make(None, _dense)
             return lambda hidden: whole(hidden).gather(-1, _beside(rows_BE, hidden))
         weight_BDE, bias = self.weight_rows(rows_BE).mT, self.lm_head.bias

@@ -106,7 +106,7 @@ def answer(
     done = open_answers(config, target, prompts)
     begin = time.perf_counter()
     tokens = answer_all(config, target, requests, done, Answerer(config, target), taps)
-    close_answers(config, target, prompts)
+    close_answers(config, target, prompts, unfit)
     seconds = time.perf_counter() - begin
     for reason, count in (skipped + unfit).items():
         print(f"skipped {count} prompts: {reason}")

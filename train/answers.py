@@ -119,9 +119,18 @@ def open_answers(config: TrainConfig, target: TargetModel, prompts: list[Convers
     return {seed for seed in seeds if type(seed) is int}
 
 
-def close_answers(config: TrainConfig, target: TargetModel, prompts: list[Conversation]) -> None:
-    """Notes that `config.answers_file` has all answers, so that it can be trained on."""
-    write_meta(config.answers_file, target, _settings(config, prompts), complete=True)
+def close_answers(
+    config: TrainConfig, target: TargetModel, prompts: list[Conversation], unfit: Counter[str]
+) -> None:
+    """Notes that `config.answers_file` has all answers, so that it can be trained on.
+
+    Args:
+        unfit: prompts that have none, by reason, see `plan_requests`.
+    """
+    settings = _settings(config, prompts)
+    if unfit[TOO_LONG]:
+        settings["max_length"] = config.data.max_length
+    write_meta(config.answers_file, target, settings, complete=True)
 
 
 def check_answers(config: TrainConfig, target: TargetModel) -> None:
@@ -135,7 +144,10 @@ def check_answers(config: TrainConfig, target: TargetModel) -> None:
     if config.data.prompts is None or found is None:
         return
     as_it_is = f"set data.prompts=null data.limit=null data.file={path} to train on what is there"
-    if not found.complete or len(found.settings["answers"]) < len(config.data.answers):
+    fewer = len(found.settings["answers"]) < len(config.data.answers)
+    # Prompts that were too long then may fit now.
+    fewer |= found.settings.get("max_length", config.data.max_length) < config.data.max_length
+    if fewer or not found.complete:
         raise InputError(
             f"{path} has not got all answers yet",
             f"Run scripts/prepare_data.py with this config until it ends, or {as_it_is}.",
@@ -148,13 +160,21 @@ def check_answers(config: TrainConfig, target: TargetModel) -> None:
 
 def _settings(config: TrainConfig, prompts: list[Conversation]) -> dict[str, Any]:
     """What the answers depend on."""
-    digest = hashlib.sha256("\n".join(prompt_key(p.messages) for p in prompts).encode())
+    digest = hashlib.sha256("\n".join(map(_all_of, prompts)).encode())
     return {
         "prompts": digest.hexdigest()[:16],
         "max_new_tokens": config.data.max_new_tokens,
         "seed": config.seed,
         "answers": [answer.model_dump() for answer in config.data.answers],
     }
+
+
+def _all_of(prompt: Conversation) -> str:
+    """Everything that its ids depend on: the text, and tools, calls of them and names if any."""
+    known = {"role", "content"}
+    more = [{k: v for k, v in m.items() if k not in known} for m in prompt.messages]
+    rest = json.dumps([prompt.tools, more], sort_keys=True) if prompt.tools or any(more) else ""
+    return prompt_key(prompt.messages) + rest
 
 
 class Answerer:

@@ -85,8 +85,8 @@ class ScheduleConfig(Section):
     minutes: wall time of training steps at most, over all resumptions; evaluation, checkpoints and
         features do not count.  None for no bound.
     patience: evaluations in a row without gain that end the run; None for no such end.
-    select: held-out figure by which the best head is kept: tau at temperature 0, at 1, or the
-        mean of both.
+    select: held-out figure by which the best head is kept: tau at temperature 0, at 1, the mean of
+        both, or tau of real decoding (of tracking.samples prompts, at each evaluation).
     warmup: steps of linear warm-up, before the cosine.
     batch_size: rows a process a micro-step.
     accumulate: micro-steps a step.
@@ -97,7 +97,7 @@ class ScheduleConfig(Section):
     steps: int = Field(ge=1)
     minutes: float | None = Field(default=None, gt=0)
     patience: int | None = Field(default=None, ge=1)
-    select: Literal["tau", "tau_t1", "mean"] = "tau"
+    select: Literal["tau", "tau_t1", "mean", "decoded"] = "tau"
     warmup: int = Field(default=0, ge=0)
     batch_size: int = Field(default=8, ge=1)
     accumulate: int = Field(default=1, ge=1)
@@ -109,7 +109,8 @@ class ScheduleConfig(Section):
 class TrackingConfig(Section):
     """Attributes:
     project, name, mode: of W&B; mode auto is online with an API key, else offline.
-    samples: held-out prompts that are answered whenever the head has become better.
+    samples: held-out prompts that are answered with the head: for a tracker whenever it has become
+        better, for schedule.select decoded at each evaluation.
     sample_tokens: new tokens of each.
     """
 
@@ -163,6 +164,15 @@ class TrainConfig(Section):
             raise ValueError(
                 "schedule.patience and schedule.select go by held-out rows, data.eval_prompts is 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_decode(self) -> Self:
+        if self.schedule.select == "decoded":
+            if not self.tracking.samples:
+                raise ValueError("schedule.select decoded needs prompts, tracking.samples is 0")
+            if self.data.features.cache_only:
+                raise ValueError("schedule.select decoded needs the whole target, not cache_only")
         return self
 
     @property

@@ -8,6 +8,14 @@ from typing import Any
 
 from .config import ScheduleConfig
 
+FIGURES = {
+    "tau": ("tau",),
+    "tau_t1": ("tau_t1",),
+    "mean": ("tau", "tau_t1"),
+    "decoded": ("tau_decoded",),
+}
+"""Of what held-out figures `schedule.select` takes the mean."""
+
 
 class Limits:
     """Steps, minutes and patience of a run, counted over all its resumptions.
@@ -74,7 +82,7 @@ def same_rows(state: Mapping[str, Any], judged_by: str | None) -> bool:
 def score(figures: Mapping[str, Any], schedule: ScheduleConfig) -> float | None:
     """What `schedule.select` asks for, of an evaluation or of head.json; None where that has not
     got it.  NaN counts as -inf, which is never better."""
-    names = ("tau", "tau_t1") if schedule.select == "mean" else (schedule.select,)
+    names = FIGURES[schedule.select]
     values = [figures[name] for name in names if figures.get(name) is not None]
     if len(values) < len(names):
         return None

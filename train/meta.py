@@ -73,7 +73,8 @@ def take_up(
     if begun:
         check_settings(path, found, settings, elsewhere)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if found is None or found.settings != settings:  # more is asked for than it has
+    # Is more asked for than it has?
+    if found is None or any(found.settings.get(key) != settings[key] for key in settings):
         write_meta(path, target, settings, complete=False)
     return read_rows(path, Counter()) if begun and whole_lines(path) else iter(())
 

@@ -1,4 +1,5 @@
-"""Answers of the head in training, its drafted tokens marked: what trackers show."""
+"""Held-out prompts answered with the head in training: what trackers show, its drafted tokens
+marked, and tokens a round of real decoding."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..heads import Plan, load_head
+from ..heads import Head, Plan, load_head
+from ..heads.base import build_head
 from ..heads.protocols import Drafter
 from ..inference.decode import Row, decode
 from ..inference.settings import Settings
 from ..inference.statistics import Stats
 from ..inference.target import TargetModel
-from .config import TrainConfig
+from .config import TrackingConfig
 
 if TYPE_CHECKING:
     from .packing import Document
@@ -35,18 +38,44 @@ COLUMNS = Sample._fields
 
 
 def make_samples(
-    folder: Path, target: TargetModel, documents: list[Document], config: TrainConfig
+    folder: Path, target: TargetModel, documents: list[Document], tracking: TrackingConfig
 ) -> list[Sample]:
-    """Greedy answers to the prompts of `documents` with the head in `folder`, one process alone."""
+    """Greedy answers to prompts of `documents` with the head in `folder`, one process alone."""
     with torch.random.fork_rng():  # a new head draws its weights before it is given those on disk
         head = load_head(folder, target.spec)
-    prompts = [document.ids[: document.loss_mask.index(True)] for document in documents]
-    tokens = config.tracking.sample_tokens
-    return [answer(target, head, ids, tokens) for ids in prompts[: config.tracking.samples] if ids]
+    return _answers(head, target, documents, tracking)
+
+
+def decoded_tau(
+    weights: dict[str, Tensor],
+    of: Head,
+    target: TargetModel,
+    documents: list[Document],
+    tracking: TrackingConfig,
+) -> float:
+    """Tokens a round of the same answers by a head like `of` with `weights`, all rounds alike."""
+    with torch.random.fork_rng():
+        head = build_head(of.config, target.spec, of.draft_ids, "Restart the run.")
+    head.load_state_dict(weights)
+    head.requires_grad_(False).eval().to(target.spec.device, target.spec.dtype)
+    samples = _answers(head, target, documents, tracking)
+    # The prefill gives each answer's first token, in no round.
+    tokens = [sample.tokens - 1 for sample in samples]
+    rounds = sum(n / sample.tau for n, sample in zip(tokens, samples, strict=True))
+    return sum(tokens) / rounds if rounds else 1.0
+
+
+def _answers(
+    head: Head, target: TargetModel, documents: list[Document], tracking: TrackingConfig
+) -> list[Sample]:
+    """To the first distinct prompts of documents that have one."""
+    every = (tuple(document.ids[: document.loss_mask.index(True)]) for document in documents)
+    prompts = [list(ids) for ids in dict.fromkeys(every) if ids][: tracking.samples]
+    return [answer(target, head, ids, tracking.sample_tokens) for ids in prompts]
 
 
 def answer(target: TargetModel, head: Drafter, prompt: list[int], tokens: int) -> Sample:
-    """A greedy answer of at most `tokens` tokens."""
+    """A greedy answer of at most `tokens` tokens, a chain of the head's full depth a round."""
     limit = min(tokens, target.spec.max_positions - len(prompt))
     row, stats = Row(0, prompt, 0, limit, target.eos_ids), Stats()
     accepted: list[bool] = []

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -37,7 +37,7 @@ from .evaluate import TAUS, measure
 from .limits import Limits, score
 from .locks import locked
 from .ranks import is_main, say
-from .samples import make_samples
+from .samples import decoded_tau, make_samples
 from .signals import caught_signals
 from .step import Batches, Stepper, learning_rate
 from .tracking import MetricsFile, check_tracker, finite, make_tracker
@@ -227,10 +227,14 @@ class Trainer:
                 self.accelerator,
                 self.engine.autocast,
             )
+            said = ""
+            if self.config.schedule.select == "decoded":
+                found["tau_decoded"] = self._decoded_tau()
+                said = f", decoded {found['tau_decoded']:.3f}"
             self._report({"step": self.step, "eval": found})
             say(
                 f"step {self.step}: held-out tau {found['tau']:.3f}, at temperature 1 "
-                f"{found['tau_t1']:.3f}, loss {found['loss']:.3f}"
+                f"{found['tau_t1']:.3f}{said}, loss {found['loss']:.3f}"
             )
             now = score(found, self.config.schedule)
             assert now is not None
@@ -240,13 +244,23 @@ class Trainer:
             self.best, self.tau = now, found["tau"]
         weights = self._weights()
         if is_main():
-            notes = {name: finite(found.get(name)) for name in (*TAUS, "sharpness")}
+            kept = (*TAUS, "tau_decoded", "sharpness")
+            notes = {name: finite(found.get(name)) for name in kept}
             notes |= {"step": self.step, "judged_by": self.documents.judged_by}
             notes["trained_length"] = max(len(d.ids) for d in self.documents.train)
             save_head(self.output, self.module, weights, **notes)
-            held_out = self.documents.eval
-            samples = partial(make_samples, self.output, self.target, held_out, self.config)
+            shown = self.documents.eval, self.config.tracking
+            samples = partial(make_samples, self.output, self.target, *shown)
             self.tracker.log_samples(self.step, samples)
+
+    def _decoded_tau(self) -> float:
+        """Tokens a round of real decoding with the head as it is; every process must ask for it,
+        one decodes."""
+        weights, found = self._weights(), [0.0]
+        if is_main():
+            shown = self.documents.eval, self.config.tracking
+            found = [decoded_tau(weights, self.module, self.target, *shown)]
+        return float(broadcast_object_list(found)[0])
 
     def _weights(self) -> dict[str, Tensor]:
         """The head's state dict; every process must ask for it.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from fixtures import CLOSE, PROMPTS, batch_of, double, make_head, plain, precise, tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfdraft.heads import HEADS, Head, Plan
+from selfdraft.heads.errors import InputError
 from selfdraft.heads.widening import Widened
 from selfdraft.inference.projection import Projection
 from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.target import TargetModel
 
 STATIC = list(range(0, 320, 40))
 SHARED = [(kind, fields) for kind in sorted(HEADS) for fields in ({}, {"prior": 3})]
@@ -115,6 +117,31 @@ def test_heads_that_cannot_widen_do_not() -> None:
         assert not head.can_widen
         out = Speculator(tiny(), head).generate(PROMPTS, max_new_tokens=8)
         assert out.token_ids == plain(tiny(), PROMPTS, 8)
+
+
+class Halved(nn.Linear):
+    """A quantized lm_head as libraries make them: an nn.Linear whose weight is not what it says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, 2 * self.weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_lm_head_that_is_more_than_its_weight_is_called(packed: bool) -> None:
+    """By decoding and by training; its weight is refused to what would start from it."""
+    model = tiny().model
+    model.lm_head = Halved(*reversed(model.lm_head.weight.shape), bias=False)
+    target = TargetModel(model, pack=packed)
+    hidden = torch.randn(3, 64)
+    expected = model.lm_head(hidden)
+    torch.testing.assert_close(target.logits(hidden), expected)
+    torch.testing.assert_close(target.spec.logits(hidden), expected)
+    assert target.vocab_size == expected.shape[1]
+    with pytest.raises(InputError, match="no dense weight"):
+        target.weights.lm_head(None)
+    heads = Speculator(target, make_head("hydra", target.spec, draft_ids=STATIC))
+    assert heads.generate(PROMPTS, max_new_tokens=8).token_ids == plain(target, PROMPTS, 8)
 
 
 @torch.no_grad()

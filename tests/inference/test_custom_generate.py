@@ -71,6 +71,13 @@ def test_custom_generate_takes_what_carries_no_input() -> None:
     assert model.generate(**arguments, **harmless, custom_generate=spec).equal(theirs)
 
 
+def test_a_call_by_hand_refuses_a_length_that_leaves_no_token() -> None:
+    config = GenerationConfig(max_length=2, do_sample=False)
+    spec, ids = Speculator(tiny()), torch.tensor([[1, 2]])
+    with pytest.raises(InputError, match="max_length 2 leaves no token after 2 of prompt"):
+        spec(tiny().model, ids, generation_config=config)
+
+
 def test_a_call_by_hand_refuses_images_by_name() -> None:
     spec = Speculator(tiny())
     config = GenerationConfig(max_length=3, do_sample=False)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def prepare(config: TrainConfig, target: TargetModel, generate: Answering) -> li
     assert too_long == {TOO_LONG: 1}
     done = open_answers(config, target, prompts)
     answer_all(config, target, requests, done, generate)
-    close_answers(config, target, prompts)
+    close_answers(config, target, prompts, too_long)
     return [json.loads(line) for line in config.answers_file.read_text().splitlines()]
 
 
@@ -145,6 +146,38 @@ def test_what_is_trained_on_is_what_the_config_asks_for(chatml, tmp_path):
 def own_file(config: TrainConfig) -> DataConfig:
     """The data of `config` without its prompts."""
     return config.data.model_copy(update={"prompts": None})
+
+
+def test_more_room_for_prompts_asks_for_the_answers_that_are_missing(chatml, tmp_path):
+    wider = prompts_config(tmp_path)
+    prompts, _ = read_prompts(wider)
+    every, unfit = plan_requests(wider, chatml, prompts)
+    narrow = prompts_config(tmp_path, max_length=len(every[0].ids) + 1)
+    for config in (narrow, wider):
+        with pytest.raises(InputError, match=r"has not got all answers yet\nRun scripts/prepare"):
+            open_answers(config, chatml, prompts)
+            check_answers(config, chatml)
+        requests, unfit = plan_requests(config, chatml, prompts)
+        done = open_answers(config, chatml, prompts)
+        answer_all(config, chatml, requests, done, Answering())
+        close_answers(config, chatml, prompts, unfit)
+        assert unfit[TOO_LONG] == (1 if config is wider else 2)
+        check_answers(narrow, chatml)
+    assert len(done) == len(every) - 2 and len(requests) == len(every)
+    check_answers(wider, chatml)
+
+
+def test_answers_to_other_tools_are_other_answers(chatml, tmp_path):
+    config, file = prompts_config(tmp_path), tmp_path / "prompts.jsonl"
+    prepare(config, chatml, Answering())
+    was = file.read_text()
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    asked = json.dumps({"messages": CHAT})
+    assert asked in was
+    file.write_text(was.replace(asked, json.dumps({"messages": CHAT, "tools": tools})))
+    for refusing in (check_answers, partial(prepare, generate=Answering())):
+        with pytest.raises(InputError, match="was made with other prompts"):
+            refusing(config, chatml)
 
 
 def test_prompts_that_do_not_fit(chatml, tmp_path):

@@ -137,6 +137,7 @@ def test_normalisers_are_computed_once_and_only_for_acceptances(tmp_path, monkey
     opened(loss="tv")
     assert made == [*range(len(cache.chunks)), 0] and broken.read_bytes() == right
     assert states == {path: path.stat().st_mtime_ns for path in states}
+    assert opened(loss="tv", draft_vocab=None, draft_coverage=0.5).normalisers is not None
 
 
 def test_documents_may_be_split_otherwise(tmp_path):

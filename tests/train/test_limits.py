@@ -10,6 +10,9 @@ import pytest
 import torch
 from training import documents, make_config, metrics, random_head, train
 
+from selfdraft.heads import HEADS, Plan
+from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.statistics import Stats
 from selfdraft.train import checkpoint, trainer
 from selfdraft.train.config import ScheduleConfig
 from selfdraft.train.data import Documents
@@ -117,6 +120,54 @@ def test_the_best_head_is_the_one_of_the_figure_that_is_asked_for(
     )
     train(make_config(tmp_path, schedule={"eval_every": 2, "select": select}))
     assert json.loads((tmp_path / "run" / "head.json").read_text())["step"] == best
+
+
+def test_the_best_head_may_be_the_one_that_decodes_best(tmp_path, monkeypatch):
+    """The figure of each evaluation is what this head really decodes, and patience counts it."""
+    real, found = trainer.decoded_tau, []
+
+    def noted(weights, head, target, *shown):
+        found.append(real(weights, head, target, *shown))
+        spec = Speculator(target, head_of(weights, head, target), Plan(depth=3))
+        prompts = {tuple(d.ids[: d.loss_mask.index(True)]): None for d in shown[0]}
+        stats = Stats()
+        for ids in [list(ids) for ids in prompts][:2]:
+            more = spec.generate(ids, max_new_tokens=16).stats
+            stats.tokens, stats.rows = stats.tokens + more.tokens, stats.rows + 1
+            stats.rounds += more.rounds
+        assert found[-1] == pytest.approx(stats.tokens_per_round)
+        return found[-1]
+
+    monkeypatch.setattr(trainer, "decoded_tau", noted)
+    tracking = {"samples": 2, "sample_tokens": 16}
+    schedule = {"steps": 40, "eval_every": 10, "select": "decoded", "patience": 3}
+    train(make_config(tmp_path, schedule=schedule, tracking=tracking))
+    lines = metrics(tmp_path / "run")
+    assert [line["eval"]["tau_decoded"] for line in lines if "eval" in line] == found
+    assert state(tmp_path)["scores"] == found and len(found) == 4
+    best = json.loads((tmp_path / "run" / "head.json").read_text())
+    assert best["tau_decoded"] == max(found)
+    assert best["step"] == 10 * (1 + found.index(max(found)))
+
+
+def head_of(weights, like, target):
+    head = HEADS[like.kind](like.config, target.spec, like.draft_ids)
+    head.load_state_dict(weights)
+    return head.eval()
+
+
+@pytest.mark.parametrize(
+    ("changed", "met"),
+    [
+        ({"tracking": {"samples": 0}}, r"tracking\.samples is 0"),
+        ({"features": {"cache_only": True}}, "not cache_only"),
+    ],
+)
+def test_decoding_wants_prompts_and_the_whole_target(tmp_path, changed, met):
+    data = {key: changed[key] for key in changed if key == "features"}
+    sections = {key: changed[key] for key in changed if key == "tracking"}
+    with pytest.raises(ValueError, match=met):
+        make_config(tmp_path, schedule={"select": "decoded"}, data=data, **sections)
 
 
 def test_a_head_that_lacks_the_figure_is_no_rival():
