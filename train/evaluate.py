@@ -137,6 +137,15 @@ def measure(
     return {name: found[name] for name in (*TAUS, "top1", "loss", "sharpness")}
 
 
+def described(found: dict[str, Any]) -> str:
+    """The figures of `measure`, and tau of real decoding where it is there, in words."""
+    decoded = f", decoded {found['tau_decoded']:.3f}" if "tau_decoded" in found else ""
+    return (
+        f"tau {found['tau']:.3f}, at temperature 1 {found['tau_t1']:.3f}{decoded}, "
+        f"loss {found['loss']:.3f}"
+    )
+
+
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The batch on `device`."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ..heads import Head, Plan, load_head
@@ -18,6 +19,7 @@ from ..inference.settings import Settings
 from ..inference.statistics import Stats
 from ..inference.target import TargetModel
 from .config import TrackingConfig
+from .ranks import is_main
 
 if TYPE_CHECKING:
     from .packing import Document
@@ -53,7 +55,19 @@ def decoded_tau(
     documents: list[Document],
     tracking: TrackingConfig,
 ) -> float:
-    """Tokens a round of the same answers by a head like `of` with `weights`, all rounds alike."""
+    """Tokens a round of the same answers by a head like `of` with `weights`, all rounds alike.
+    Every process must ask for it; one decodes."""
+    found = [_decoded_tau(weights, of, target, documents, tracking) if is_main() else 0.0]
+    return float(broadcast_object_list(found)[0])
+
+
+def _decoded_tau(
+    weights: dict[str, Tensor],
+    of: Head,
+    target: TargetModel,
+    documents: list[Document],
+    tracking: TrackingConfig,
+) -> float:
     with torch.random.fork_rng():
         head = build_head(of.config, target.spec, of.draft_ids, "Restart the run.")
     head.load_state_dict(weights)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -33,7 +33,7 @@ from .data import Documents, check_data, load_documents
 from .distill import open_features
 from .earlier import best_head, finished, named
 from .engine import make_engine
-from .evaluate import TAUS, measure
+from .evaluate import TAUS, described, measure
 from .limits import Limits, score
 from .locks import locked
 from .ranks import is_main, say
@@ -227,15 +227,11 @@ class Trainer:
                 self.accelerator,
                 self.engine.autocast,
             )
-            said = ""
             if self.config.schedule.select == "decoded":
-                found["tau_decoded"] = self._decoded_tau()
-                said = f", decoded {found['tau_decoded']:.3f}"
+                weights, shown = self._weights(), (self.documents.eval, self.config.tracking)
+                found["tau_decoded"] = decoded_tau(weights, self.module, self.target, *shown)
             self._report({"step": self.step, "eval": found})
-            say(
-                f"step {self.step}: held-out tau {found['tau']:.3f}, at temperature 1 "
-                f"{found['tau_t1']:.3f}{said}, loss {found['loss']:.3f}"
-            )
+            say(f"step {self.step}: held-out {described(found)}")
             now = score(found, self.config.schedule)
             assert now is not None
             self.limits.scores.append(now)
@@ -244,23 +240,13 @@ class Trainer:
             self.best, self.tau = now, found["tau"]
         weights = self._weights()
         if is_main():
-            kept = (*TAUS, "tau_decoded", "sharpness")
-            notes = {name: finite(found.get(name)) for name in kept}
+            notes = {name: finite(found.get(name)) for name in (*TAUS, "tau_decoded", "sharpness")}
             notes |= {"step": self.step, "judged_by": self.documents.judged_by}
             notes["trained_length"] = max(len(d.ids) for d in self.documents.train)
             save_head(self.output, self.module, weights, **notes)
             shown = self.documents.eval, self.config.tracking
             samples = partial(make_samples, self.output, self.target, *shown)
             self.tracker.log_samples(self.step, samples)
-
-    def _decoded_tau(self) -> float:
-        """Tokens a round of real decoding with the head as it is; every process must ask for it,
-        one decodes."""
-        weights, found = self._weights(), [0.0]
-        if is_main():
-            shown = self.documents.eval, self.config.tracking
-            found = [decoded_tau(weights, self.module, self.target, *shown)]
-        return float(broadcast_object_list(found)[0])
 
     def _weights(self) -> dict[str, Tensor]:
         """The head's state dict; every process must ask for it.

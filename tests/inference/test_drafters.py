@@ -279,16 +279,6 @@ def test_a_tree_that_no_drafter_follows_is_told_of(make_it: Any, follows: bool) 
     assert any("plan.tree is ignored" in str(w.message) for w in told) != follows
 
 
-def test_a_fixed_tree_is_drafted_to_its_end() -> None:
-    """Whatever `Plan.depth` is by default; beyond the head's depth it is cut, and that is said."""
-    target = tiny()
-    tree = tuple((0,) * length for length in range(1, 7))
-    spec = Speculator(target, make_head("hydra", target.spec, depth=6), Plan(tree=tree))
-    assert len(spec.generate(PROMPTS[0], max_new_tokens=24).stats.drafted_by_depth) == 6
-    with pytest.warns(UserWarning, match="a draft of 6 tokens was asked for, hydra drafts 5"):
-        Speculator(target, make_head("hydra", target.spec, depth=5), Plan(tree=tree))
-
-
 def test_only_chosen_nodes_are_asked_for_below_their_worth() -> None:
     """Drafters that agree are believed more, which drawn nodes never do."""
     asked: list[float] = []

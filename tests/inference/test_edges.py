@@ -163,3 +163,13 @@ def test_the_models_own_defaults_reach_custom_generate_alone() -> None:
     ours = spec.generate(PROMPTS[1], max_new_tokens=16, **asked).token_ids[0]
     assert theirs[0, len(PROMPTS[1]) :].tolist() == ours
     assert spec.generate(PROMPTS[1], max_new_tokens=16).token_ids == plain(tiny(), [PROMPTS[1]], 16)
+
+
+def test_a_fixed_tree_is_drafted_to_its_end() -> None:
+    """Whatever `Plan.depth` is by default; beyond the head's depth it is cut, and that is said."""
+    target = tiny()
+    tree = tuple((0,) * length for length in range(1, 7))
+    spec = Speculator(target, make_head("hydra", target.spec, depth=6), Plan(tree=tree))
+    assert len(spec.generate(PROMPTS[0], max_new_tokens=24).stats.drafted_by_depth) == 6
+    with pytest.warns(UserWarning, match="a draft of 6 tokens was asked for, hydra drafts 5"):
+        Speculator(target, make_head("hydra", target.spec, depth=5), Plan(tree=tree))
