@@ -21,7 +21,7 @@ from typing import Any
 from selfdraft.heads import HEADS, Head
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.heads.protocols import Drafter
-from selfdraft.inference.assembly import WORTH, build_drafter, default_plan
+from selfdraft.inference.assembly import TREE_NODES, WORTH, build_drafter, default_plan
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
@@ -63,6 +63,7 @@ def measure(
         prompts=len(ids),
         prompt_file=Path(options.prompts).name,
         max_new_tokens=tokens,
+        nodes=TREE_NODES,
         worth=WORTH,
         config=experiments.given(options),
         minutes=options.minutes,
