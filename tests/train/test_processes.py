@@ -21,7 +21,7 @@ from selfdraft.train import checkpoint
 
 WORKER = TESTS / "worker.py"
 DOUBLE = {"steps": 20, "eval_every": 20, "save_every": 20}
-SINGLE = {"steps": 4, "eval_every": 4, "save_every": 2, "keep_last": -1}
+SINGLE = {"steps": 4, "eval_every": 4, "save_every": 2, "keep_last": -1, "select": "decoded"}
 UNEVEN = {"steps": 4, "eval_every": 2, "save_every": 3, "accumulate": 3}
 OFFLINE = {"tracker": "wandb", "mode": "offline", "samples": 1}
 SPLITS = {"whole": {"batch_size": 4}, "deep": {"batch_size": 1, "accumulate": 4}}
@@ -149,6 +149,8 @@ def test_held_out_figures_do_not_depend_on_processes(two):
     (one,), (other,) = two.evals("double-whole"), two.evals("double-two")
     assert one["tau_by_depth"] == other["tau_by_depth"] and one["top1"] == other["top1"]
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-9)
+    decoded = [two.evals(name)[-1]["tau_decoded"] for name in ("single-whole", "single-two")]
+    assert decoded[0] == decoded[1] >= 1
 
 
 def test_rows_that_fill_no_batch_stop_no_process(two):
@@ -193,6 +195,8 @@ def test_a_cut_head_goes_on_from_the_checkpoint_of_one_process(cut):
     for line, other in zip(*lines, strict=True):
         for key in {"rows", "lr", "loss", "loss_k", "top1_k", "grad_norm"} & line.keys():
             assert other[key] == pytest.approx(line[key], rel=1e-4), (key, line["step"])
+    decoded = [last["eval"]["tau_decoded"] for (*_, last) in lines]
+    assert decoded[0] == decoded[1] >= 1
 
 
 def test_zero_trains_and_judges_a_target_in_bfloat16(runs):
