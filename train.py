@@ -25,8 +25,10 @@ def main() -> int:
         print(USAGE, end="", file=sys.stderr)
         return 2
     config = load_config(sys.argv[1], sys.argv[2:])
-    from selfdraft.train.trainer import run  # after the config, whose errors come at once
+    from selfdraft.train.setup import flush_subnormals  # after the config: its errors come at once
+    from selfdraft.train.trainer import run
 
+    flush_subnormals()
     run(config)
     return 0
 

@@ -40,7 +40,7 @@ class HeadConfig(BaseModel):
     decay: float = Field(0.8, gt=0, le=1)
 
     @property
-    def drafts_over_some(self) -> bool:
+    def has_draft_vocab(self) -> bool:
         """Is a draft vocabulary asked for, by size or by coverage?"""
         return self.draft_vocab is not None or self.draft_coverage is not None
 

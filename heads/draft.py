@@ -31,7 +31,7 @@ class Plan:
         depth: longest path below the root, in tokens; 0 asks for plain decoding.
         nodes: nodes below the root at most.  Where tokens are chosen, a tree of that size is grown
             best-first; where they are drawn, a tree of fixed shape.  None for one chain.
-        tree: a fixed shape instead, as deep as it is.
+        tree: a fixed shape instead, no deeper than `depth`.
         confidence: a node whose path has less than this probability gets no children.
         worth: nodes that are less likely than this to be accepted are left out; 0 keeps all.  In a
             round of time T that gives E tokens a node pays where chance >= (dT / T) E, dT being the

@@ -218,8 +218,6 @@ def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
         try:
             plan = replace(plan, tree=tuple(tuple(path) for path in plan.tree))
             check_tree(plan.tree or ())
-            # The shape says how deep it is; `depth` is for what has none, such as n-grams.
-            plan = replace(plan, depth=max(plan.depth, *map(len, plan.tree or ()), 0))
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"plan tree: {error}", "List every node once, as child ranks."

@@ -24,17 +24,16 @@ class Projection:
     as long as these are there.
 
     Args:
-        lm_head: of the target; a module without a dense weight (quantized) is called as it is, and
-            so is a subclass of nn.Linear, whose weight may be packed or scaled.
+        lm_head: of the target; what is no nn.Linear, or a subclass of it (quantized, adapted), may
+            do more than multiply by its weight, and is called as it is.
         config: of the target; names what the family does to its logits.
     """
 
     def __init__(self, lm_head: Any, config: Any) -> None:
         self.lm_head, self.config = lm_head, config
         self._linear = type(lm_head) is nn.Linear
-        opaque = isinstance(lm_head, nn.Linear) and not self._linear
-        self.weight: Tensor | None = None if opaque else getattr(lm_head, "weight", None)
-        self.vocab_size = config.vocab_size if self.weight is None else self.weight.shape[0]
+        self.weight: Tensor | None = lm_head.weight if self._linear else None
+        self.vocab_size: int = getattr(lm_head, "out_features", config.vocab_size)
         # By the ids, and by the weight itself for all ids.
         self._made: MutableMapping[Tensor, dict[packed.Make, Project]] = WeakTensorKeyDictionary()
 

@@ -247,4 +247,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    setup.flush_subnormals()  # as train.py does
     raise SystemExit(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -127,9 +128,12 @@ def close_answers(
     Args:
         unfit: prompts that have none, by reason, see `plan_requests`.
     """
-    settings = _settings(config, prompts)
-    if unfit[TOO_LONG]:
-        settings["max_length"] = config.data.max_length
+    settings, found = _settings(config, prompts), read_meta(config.answers_file, target)
+    # A file that was whole already holds the answers that there was room for then.
+    whole = found is not None and found.complete
+    room = found.settings.get("max_length", math.inf) if found is not None and whole else 0
+    if unfit[TOO_LONG] and room < math.inf:
+        settings["max_length"] = max(room, config.data.max_length)
     write_meta(config.answers_file, target, settings, complete=True)
 
 
@@ -160,7 +164,7 @@ def check_answers(config: TrainConfig, target: TargetModel) -> None:
 
 def _settings(config: TrainConfig, prompts: list[Conversation]) -> dict[str, Any]:
     """What the answers depend on."""
-    digest = hashlib.sha256("\n".join(map(_all_of, prompts)).encode())
+    digest = hashlib.sha256("\n".join(map(_asked, prompts)).encode())
     return {
         "prompts": digest.hexdigest()[:16],
         "max_new_tokens": config.data.max_new_tokens,
@@ -169,11 +173,11 @@ def _settings(config: TrainConfig, prompts: list[Conversation]) -> dict[str, Any
     }
 
 
-def _all_of(prompt: Conversation) -> str:
-    """Everything that its ids depend on: the text, and tools, calls of them and names if any."""
-    known = {"role", "content"}
-    more = [{k: v for k, v in m.items() if k not in known} for m in prompt.messages]
-    rest = json.dumps([prompt.tools, more], sort_keys=True) if prompt.tools or any(more) else ""
+def _asked(prompt: Conversation) -> str:
+    """What the ids of a prompt come from: its text and, if any, tools, calls of them and names."""
+    text = ("role", "content")
+    more = [{k: v for k, v in m.items() if k not in text} for m in prompt.messages]
+    rest = json.dumps([prompt.tools, more]) if prompt.tools or any(more) else ""
     return prompt_key(prompt.messages) + rest
 
 

@@ -171,6 +171,8 @@ class TrainConfig(Section):
         if self.schedule.select == "decoded":
             if not self.tracking.samples:
                 raise ValueError("schedule.select decoded needs prompts, tracking.samples is 0")
+            if self.tracking.sample_tokens < 3:  # of the prefill, of a draft, and behind it
+                raise ValueError("schedule.select decoded needs tracking.sample_tokens 3 or more")
             if self.data.features.cache_only:
                 raise ValueError("schedule.select decoded needs the whole target, not cache_only")
         return self

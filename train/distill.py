@@ -207,7 +207,7 @@ def open_features(
     cache = FeatureCache(config.features_folder, target, rows, taps, features, recorded, pack)
     cache.prepare()
     head = config.head
-    if head.drafts_over_some and objective(head.loss).is_acceptance:
+    if head.has_draft_vocab and objective(head.loss).is_acceptance:
         cache.prepare_normalisers()
     return cache
 

@@ -48,7 +48,7 @@ def best_head(
 
     Args:
         resumed: where the run goes on: steps behind it are taken again, and so judged again.
-        judged_by: `Documents.judged_by`; a head that was judged by other rows is no measure.
+        judged_by: see `limits.judged_by`; a head that was judged by other rows is no measure.
     """
     output = Path(output_dir)
     if not ((output / DESCRIPTION).is_file() and (output / WEIGHTS).is_file()):

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .config import ScheduleConfig
+from .config import ScheduleConfig, TrainConfig
+from .data import Documents
 
 FIGURES = {
     "tau": ("tau",),
@@ -15,6 +16,13 @@ FIGURES = {
     "decoded": ("tau_decoded",),
 }
 """Of what held-out figures `schedule.select` takes the mean."""
+
+
+def judged_by(config: TrainConfig, documents: Documents) -> str:
+    """What the figures of evaluations come from: held-out rows and, decoded, how much of them."""
+    tracking = config.tracking
+    decoded = f" {tracking.samples} x {tracking.sample_tokens}"
+    return documents.judged_by + (decoded if config.schedule.select == "decoded" else "")
 
 
 class Limits:
@@ -30,7 +38,7 @@ class Limits:
     ) -> None:
         """Args:
         state: of a checkpoint, see `state`; empty for a new run.
-        judged_by: the rows that are held out, see `Documents.judged_by`; None: not known here.
+        judged_by: see the function; None: not known here.
         """
         self.schedule, self.judged_by = schedule, judged_by
         self.seconds: float = state.get("seconds", 0.0)

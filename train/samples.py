@@ -11,8 +11,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from ..heads import Head, Plan, load_head
-from ..heads.base import build_head
+from ..heads import HEADS, Head, Plan, load_head
 from ..heads.protocols import Drafter
 from ..inference.decode import Row, decode
 from ..inference.settings import Settings
@@ -43,7 +42,8 @@ def make_samples(
     folder: Path, target: TargetModel, documents: list[Document], tracking: TrackingConfig
 ) -> list[Sample]:
     """Greedy answers to prompts of `documents` with the head in `folder`, one process alone."""
-    with torch.random.fork_rng():  # a new head draws its weights before it is given those on disk
+    # A new head draws its weights before it is given those on disk.
+    with torch.random.fork_rng(devices=[]):
         head = load_head(folder, target.spec)
     return _answers(head, target, documents, tracking)
 
@@ -55,28 +55,20 @@ def decoded_tau(
     documents: list[Document],
     tracking: TrackingConfig,
 ) -> float:
-    """Tokens a round of the same answers by a head like `of` with `weights`, all rounds alike.
+    """Tokens a round, over all rounds of the same answers, with a head like `of` and `weights`.
     Every process must ask for it; one decodes."""
-    found = [_decoded_tau(weights, of, target, documents, tracking) if is_main() else 0.0]
+    found = [1.0]
+    if is_main():
+        with torch.random.fork_rng(devices=[]):
+            head = HEADS[of.kind](of.config, target.spec, of.draft_ids)
+        head.load_state_dict(weights)
+        head.requires_grad_(False).eval().to(target.spec.device, target.spec.dtype)
+        samples = _answers(head, target, documents, tracking)
+        # The prefill gives each answer's first token, in no round.
+        tokens = [sample.tokens - 1 for sample in samples]
+        rounds = sum(n / sample.tau for n, sample in zip(tokens, samples, strict=True))
+        found = [sum(tokens) / rounds if rounds else 1.0]
     return float(broadcast_object_list(found)[0])
-
-
-def _decoded_tau(
-    weights: dict[str, Tensor],
-    of: Head,
-    target: TargetModel,
-    documents: list[Document],
-    tracking: TrackingConfig,
-) -> float:
-    with torch.random.fork_rng():
-        head = build_head(of.config, target.spec, of.draft_ids, "Restart the run.")
-    head.load_state_dict(weights)
-    head.requires_grad_(False).eval().to(target.spec.device, target.spec.dtype)
-    samples = _answers(head, target, documents, tracking)
-    # The prefill gives each answer's first token, in no round.
-    tokens = [sample.tokens - 1 for sample in samples]
-    rounds = sum(n / sample.tau for n, sample in zip(tokens, samples, strict=True))
-    return sum(tokens) / rounds if rounds else 1.0
 
 
 def _answers(

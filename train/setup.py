@@ -33,6 +33,13 @@ from .reading import counted
 START_ROWS = 64  # documents whose states say where an lm_head of low rank has to be right
 
 
+def flush_subnormals() -> None:
+    """Lets the whole process take numbers below float32's normal range for 0.  On an Intel CPU they
+    make a step slower, with a mode-seeking loss up to three times; called before any threads of
+    PyTorch start, which inherit it."""
+    torch.set_flush_denormal(True)
+
+
 def use_all_cores() -> None:
     """Undoes the one CPU thread that `accelerate launch` gives a lone process unless told."""
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ  # every launch sets it
@@ -108,11 +115,9 @@ def check_run_stream(found: Checkpoint | None, met: dict[str, Any]) -> None:
         )
 
 
-def check_run_measure(
-    found: Checkpoint | None, schedule: ScheduleConfig, documents: Documents
-) -> None:
+def check_run_measure(found: Checkpoint | None, schedule: ScheduleConfig, judged_by: str) -> None:
     """Warns where the evaluations so far were of another figure, or on other rows."""
-    if found is None or measured_alike(schedule, found.state, documents.judged_by):
+    if found is None or measured_alike(schedule, found.state, judged_by):
         return
     before = found.state.get("select", schedule.select)
     if before != schedule.select:

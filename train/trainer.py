@@ -34,7 +34,7 @@ from .distill import open_features
 from .earlier import best_head, finished, named
 from .engine import make_engine
 from .evaluate import TAUS, described, measure
-from .limits import Limits, score
+from .limits import Limits, judged_by, score
 from .locks import locked
 from .ranks import is_main, say
 from .samples import decoded_tau, make_samples
@@ -96,7 +96,8 @@ class Trainer:
         self.step, self.output = 0 if found is None else found.step, Path(config.output_dir)
         self.stream = setup.stream(config, documents)
         setup.check_run_stream(found, self.stream)
-        setup.check_run_measure(found, config.schedule, documents)
+        self.judged_by = judged_by(config, documents)
+        setup.check_run_measure(found, config.schedule, self.judged_by)
         self.module = setup.build_head(config, target, documents.train, found)
         self.features = open_features(config, target, documents, self.module.taps)
         if found is None:
@@ -114,10 +115,10 @@ class Trainer:
             config.data.bucket,
         )
         self.stepper = Stepper(self.engine, self.features)
-        best = best_head(self.output, found, documents.judged_by)
+        best = best_head(self.output, found, self.judged_by)
         self.tau, self.best = best.get("tau"), score(best, config.schedule)
         state = found.state if found else {}
-        self.limits = Limits(config.schedule, state, documents.judged_by)
+        self.limits = Limits(config.schedule, state, self.judged_by)
         # A run that goes on elsewhere is another one.
         ours = found is not None and found.lies_in(self.output)
         run_id = state.get("tracker_id") if ours else None
@@ -241,7 +242,7 @@ class Trainer:
         weights = self._weights()
         if is_main():
             notes = {name: finite(found.get(name)) for name in (*TAUS, "tau_decoded", "sharpness")}
-            notes |= {"step": self.step, "judged_by": self.documents.judged_by}
+            notes |= {"step": self.step, "judged_by": self.judged_by}
             notes["trained_length"] = max(len(d.ids) for d in self.documents.train)
             save_head(self.output, self.module, weights, **notes)
             shown = self.documents.eval, self.config.tracking

@@ -1,9 +1,11 @@
 """The command train.py: usage and bad input."""
 
 import runpy
+import subprocess
 import sys
 
 import pytest
+import torch
 from launch import finish, start, write_config
 from training import make_config
 
@@ -27,6 +29,25 @@ def test_the_command_line(monkeypatch, capsys, arguments, code, said):
     printed = capsys.readouterr()
     assert caught.value.code == code
     assert said in (printed.err if code else printed.out)
+
+
+def test_a_run_takes_subnormal_numbers_for_0_in_all_its_threads(tmp_path):
+    """They would make its steps slower; a run from Python leaves its caller's process alone."""
+    path = write_config(tmp_path / "run.yaml", make_config(tmp_path))
+    code = (
+        "import runpy, sys, torch\n"
+        "from selfdraft.train import trainer\n"
+        "torch.set_num_threads(2)\n"
+        "tiny = torch.full((1 << 20,), 1e-39)\n"
+        "trainer.run = lambda config: print((tiny * 1.0).count_nonzero())\n"
+        f"sys.argv = ['train.py', {str(path)!r}]\n"
+        f"runpy.run_path({str(PACKAGE / 'train.py')!r}, run_name='__main__')\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout == "tensor(0)\n", found.stderr
+    assert (torch.full((2,), 1e-39) * 1.0).count_nonzero() == 2
 
 
 def test_bad_input_is_said_once_whatever_the_number_of_processes(tmp_path):
