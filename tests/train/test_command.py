@@ -38,8 +38,8 @@ def test_a_run_takes_subnormal_numbers_for_0_in_all_its_threads(tmp_path):
         "import runpy, sys, torch\n"
         "from selfdraft.train import trainer\n"
         "torch.set_num_threads(2)\n"
-        "tiny = torch.full((1 << 20,), 1e-39)\n"
-        "trainer.run = lambda config: print((tiny * 1.0).count_nonzero())\n"
+        "product = lambda: torch.full((1 << 20,), 1e-39) * 1.0\n"
+        "trainer.run = lambda config: print(product().count_nonzero())\n"
         f"sys.argv = ['train.py', {str(path)!r}]\n"
         f"runpy.run_path({str(PACKAGE / 'train.py')!r}, run_name='__main__')\n"
     )
