@@ -214,6 +214,7 @@ def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
         value = getattr(plan, name)
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise InputError(f"plan {name} is {value!r}", "Give a number in [0, 1].")
+    levels = 0
     if plan.tree is not None:
         try:
             plan = replace(plan, tree=tuple(tuple(path) for path in plan.tree))
@@ -222,21 +223,36 @@ def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
             raise InputError(
                 f"plan tree: {error}", "List every node once, as child ranks."
             ) from None
+        levels = max(map(len, plan.tree or ()), default=0)
+        if 0 < plan.depth < levels:
+            raise InputError(
+                f"plan.tree is {levels} deep, plan.depth is {plan.depth}",
+                f"Give depth={levels} too, or a tree that is no deeper.",
+            )
     if plan.depth > deepest:
         warnings.warn(
             f"a draft of {plan.depth} tokens was asked for, {drafter.name} drafts {deepest}: cut "
             f"to {deepest}",
             stacklevel=3,
         )
-    if plan.tree is not None and not _branches_as_asked(drafter):
+    followed = _tree_depth(drafter)
+    if plan.tree is not None and not followed:
         warnings.warn(
             f"plan.tree is ignored: {drafter.name} drafts no tree of a given shape", stacklevel=3
+        )
+    elif followed < min(levels, deepest):
+        warnings.warn(
+            f"plan.tree is {levels} deep, {drafter.name} drafts {followed} of it: cut to "
+            f"{followed}",
+            stacklevel=3,
         )
     return plan.capped(deepest)
 
 
-def _branches_as_asked(drafter: Drafter) -> bool:
-    """Does it, or one of its parts, follow `Plan.tree`?  A drafter from elsewhere need not say."""
+def _tree_depth(drafter: Drafter) -> int:
+    """How deep it, or one of its parts, follows `Plan.tree`; 0 for not at all.  A drafter from
+    elsewhere need not say."""
     if isinstance(drafter, Merged):
-        return any(map(_branches_as_asked, drafter.drafters))
-    return not isinstance(drafter, NGram | Plain) and getattr(drafter, "trees", True)
+        return max(map(_tree_depth, drafter.drafters))
+    follows = not isinstance(drafter, NGram | Plain) and getattr(drafter, "trees", True)
+    return drafter.max_depth if follows else 0

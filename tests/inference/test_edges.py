@@ -10,6 +10,7 @@ from fixtures import EOS, PROMPTS, TARGETS, VOCAB, double, make_head, plain, sto
 from transformers import GenerationConfig, StoppingCriteria
 
 from selfdraft.heads import Plan
+from selfdraft.heads.errors import InputError
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
@@ -165,11 +166,16 @@ def test_the_models_own_defaults_reach_custom_generate_alone() -> None:
     assert spec.generate(PROMPTS[1], max_new_tokens=16).token_ids == plain(tiny(), [PROMPTS[1]], 16)
 
 
-def test_a_fixed_tree_is_drafted_to_its_end() -> None:
-    """Whatever `Plan.depth` is by default; beyond the head's depth it is cut, and that is said."""
-    target = tiny()
+def test_a_fixed_tree_is_drafted_to_its_end_or_that_is_said() -> None:
+    target, heads = tiny(), {}
     tree = tuple((0,) * length for length in range(1, 7))
-    spec = Speculator(target, make_head("hydra", target.spec, depth=6), Plan(tree=tree))
+    for depth in (5, 6):
+        heads[depth] = make_head("hydra", target.spec, depth=depth)
+    with pytest.raises(InputError, match=r"plan\.tree is 6 deep, plan\.depth is 4\nGive depth=6"):
+        Speculator(target, heads[6], Plan(tree=tree))
+    spec = Speculator(target, heads[6], Plan(6, tree=tree))
     assert len(spec.generate(PROMPTS[0], max_new_tokens=24).stats.drafted_by_depth) == 6
     with pytest.warns(UserWarning, match="a draft of 6 tokens was asked for, hydra drafts 5"):
-        Speculator(target, make_head("hydra", target.spec, depth=5), Plan(tree=tree))
+        Speculator(target, heads[5], Plan(6, tree=tree))
+    with pytest.warns(UserWarning, match=r"plan\.tree is 6 deep, .* drafts 5 of it: cut to 5"):
+        Speculator(target, Merged([NGram(), heads[5]]), Plan(6, tree=tree))

@@ -140,11 +140,13 @@ def test_the_best_head_may_be_the_one_that_decodes_best(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer, "decoded_tau", noted)
     tracking = {"samples": 2, "sample_tokens": 16}
-    schedule = {"steps": 40, "eval_every": 10, "select": "decoded", "patience": 3}
+    schedule = {"steps": 80, "eval_every": 10, "select": "decoded", "patience": 1}
     train(make_config(tmp_path, schedule=schedule, tracking=tracking))
     lines = metrics(tmp_path / "run")
     assert [line["eval"]["tau_decoded"] for line in lines if "eval" in line] == found
-    assert state(tmp_path)["scores"] == found and len(found) == 4
+    assert state(tmp_path)["scores"] == found
+    gains = [now > max(found[:place]) for place, now in enumerate(found) if place]
+    assert all(gains[:-1]) and (len(found) == 8 or not gains[-1])
     best = json.loads((tmp_path / "run" / "head.json").read_text())
     assert best["tau_decoded"] == max(found)
     assert best["step"] == 10 * (1 + found.index(max(found)))
