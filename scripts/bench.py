@@ -236,6 +236,7 @@ def run(options: argparse.Namespace) -> int:
         depth=spec.plan.depth,
         nodes=spec.plan.nodes,
         worth=spec.plan.worth,
+        widened=options.widen,
         prompts=len(ids),
         prompt_file=Path(options.prompts).name,
         max_new_tokens=options.max_new_tokens,

@@ -21,6 +21,9 @@ def add_options(cli: argparse.ArgumentParser, *, plan: bool = True) -> None:
     cli.add_argument(
         "--drafter", help="heads+ngram (default), heads, ngram, none, or a draft model's name"
     )
+    cli.add_argument(
+        "--widen", action="store_true", help="heads draft over the ids of a row's own text too"
+    )
     cli.add_argument("--target", help="another target than the one the heads name")
     cli.add_argument("--gguf-file", help="a file in the folder that --target names")
     cli.add_argument("--device", help="auto, cpu or cuda; auto if unset")
@@ -43,7 +46,11 @@ def load(options: argparse.Namespace) -> Speculator:
     named = {name: getattr(options, name) for name in ("gguf_file", "device", "dtype")}
     named = {name: value for name, value in named.items() if value is not None}
     spec = Speculator.from_pretrained(
-        options.heads, target=options.target, drafter=options.drafter, **named
+        options.heads,
+        target=options.target,
+        drafter=options.drafter,
+        widen=options.widen,
+        **named,
     )
     spec.plan = plan(options, spec.drafter)
     return spec

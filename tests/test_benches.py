@@ -1,5 +1,6 @@
 """The benchmarks' commands on a tiny target: what they print and save, and what they refuse."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from chats import CHAT, STRICT, bpe, make_target
 from fixtures import make_head, tiny
 
 from selfdraft.heads.checkpoint import save_head
-from selfdraft.scripts import bench, bench_rows
+from selfdraft.scripts import bench, bench_rows, drafting
 
 NEW_TOKENS = 12
 DATED = "{{ strftime_now('%d %b %Y') }}{% for t in tools or [] %}{{ t['name'] }}{% endfor %}"
@@ -89,6 +90,24 @@ def test_bad_input_is_refused(heads: str, prompts: str, arguments, said: str, ca
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 2
     assert said in error[0]
+
+
+def test_heads_are_widened_where_that_is_asked_for(prompts: str, tmp_path: Path, capsys) -> None:
+    """And where they have something to widen."""
+    narrow = make_head("hydra", tiny().spec, depth=3, scale=0.5, draft_ids=[0, 40, 80])
+    save_head(tmp_path / "narrow", narrow)
+    cli, report = argparse.ArgumentParser(), tmp_path / "report.json"
+    drafting.add_options(cli)
+    for more in ([], ["--widen"]):
+        arguments = [str(tmp_path / "narrow"), "--drafter", "heads", *more]
+        assert drafting.load(cli.parse_args(arguments)).drafter.widen == bool(more)
+        arguments += ["--prompts", prompts, "--max-new-tokens", str(NEW_TOKENS)]
+        assert bench.main([*arguments, "--against", "plain", "--json", str(report)]) == 0
+        found = json.loads(report.read_text())
+        assert found["conditions"]["widened"] == bool(more)
+        assert {row["identical"] for row in found["rows"]} == {"3/3"}
+    assert bench.main([*arguments, "--drafter", "ngram"]) == 2
+    assert "widen is asked for, and drafter ngram has no heads" in capsys.readouterr().err
 
 
 def test_heads_that_the_drafter_leaves_out(heads: str, prompts: str, capsys) -> None:
