@@ -23,7 +23,7 @@ from selfdraft.scripts import bench, experiments, runs
 from selfdraft.scripts.bench_report import conditions, write
 from selfdraft.scripts.experiments import Variant
 from selfdraft.scripts.heads_report import table
-from selfdraft.scripts.trained import figures
+from selfdraft.scripts.trained import figures, steps
 
 BASE = "base"
 COLUMNS = {
@@ -37,6 +37,10 @@ COLUMNS = {
     "tau_t1": "tau T=1",
     "gain_t1": "gain",
     "gain_t1_se": "± s.e.",
+    "compared_steps": "at equal steps",
+    "step_tau": "tau",
+    "step_gain": "gain",
+    "step_gain_se": "± s.e.",
     "draft_ms": "ms a draft (first seed)",
     "tokens_per_round": "decoded tau (first seed)",
 }
@@ -57,9 +61,13 @@ def decoded(
 def summary(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a variant over its seeds, and its mean gains over the base's runs with their
     standard errors, where there are several."""
-    found: dict[str, Any] = {"name": name, "parameters": runs[0]["parameters"]}
+    found: dict[str, Any] = {"name": name}
+    found |= {key: runs[0][key] for key in ("parameters", "compared_steps")}
     found["tokens_per_second"] = mean(run["tokens_per_second"] for run in runs)
-    for tau, gain in (("tau", "gain"), ("tau_t1", "gain_t1")):
+    named = [("tau", "gain"), ("tau_t1", "gain_t1"), ("step_tau", "step_gain")]
+    for tau, gain in named:
+        if None in [run[tau] for run in runs]:
+            continue
         gains = [mine[tau] - other[tau] for mine, other in zip(runs, base, strict=True)]
         found[tau], found[gain] = mean(run[tau] for run in runs), mean(gains)
         found[f"{gain}_se"] = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else None
@@ -117,9 +125,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summaries(by_seed: list[list[Variant]]) -> list[dict[str, Any]]:
-    """`summary` of each variant, the base first; each seed trained all of them."""
-    runs = [[figures(v) for v in same] for same in zip(*by_seed, strict=True)]
+    """`summary` of each variant, the base first; each seed trained all of them.  Equal steps are the
+    last quarter of those that every run has taken."""
+    last = min(len(steps(v)) for variants in by_seed for v in variants)
+    compared = slice(last * 3 // 4, last)
+    runs = [
+        [
+            figures(v) | step_tau(v, variants[0], compared)
+            for v, variants in zip(same, by_seed, strict=True)
+        ]
+        for same in zip(*by_seed, strict=True)
+    ]
     return [summary(found[0]["name"], found, runs[0]) for found in runs]
+
+
+def step_tau(variant: Variant, base: Variant, compared: slice) -> dict[str, Any]:
+    """Mean tau of the training batches of some steps, each taken before the head learned from it: in
+    a first epoch, on text that is new to it.  None where these are not the base's rows."""
+    mine, theirs = steps(variant)[compared], steps(base)[compared]
+    alike = [rows for rows, _ in mine] == [rows for rows, _ in theirs]
+    found = mean(tau for _, tau in mine) if alike else None
+    return {"compared_steps": f"{compared.start + 1}-{compared.stop}", "step_tau": found}
 
 
 def _publish(report: dict[str, Any], path: Path) -> None:

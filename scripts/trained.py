@@ -25,7 +25,7 @@ def figures(variant: Variant) -> dict[str, Any]:
     """
     folder, found = variant.folder, checkpoint.latest(variant.folder)
     assert found is not None, "not trained"
-    lines = [json.loads(line) for line in (folder / METRICS).open()]
+    lines = _metrics(folder)
     tokens, seconds = sum(line.get("tokens", 0) for line in lines), found.state["seconds"]
     best = read_description(folder)
     if lost := [name for name in TAUS if best.get(name) is None]:
@@ -42,6 +42,15 @@ def figures(variant: Variant) -> dict[str, Any]:
         "best_step": best["step"],
         **{name: best[name] for name in TAUS},
     }
+
+
+def steps(variant: Variant) -> list[tuple[list[int], float]]:
+    """The rows of each step, and the head's tau on them before it learned from them."""
+    return [(line["rows"], line["tau"]) for line in _metrics(variant.folder) if "rows" in line]
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / METRICS).open()]
 
 
 def parameters(folder: Path) -> int:

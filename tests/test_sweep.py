@@ -23,27 +23,36 @@ def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(runs, "start", start_here)
     arguments = [*place(tmp_path), "--steps", "4", "--seeds", "0,1"]
-    (tmp_path / "v.yaml").write_text("tv: {head.loss: tv}\nwide: {head.width: 256}\n")
+    (tmp_path / "v.yaml").write_text(
+        "tv: {head.loss: tv}\nwide: {head.width: 256}\nother_rows: {schedule.batch_size: 1}\n"
+    )
     arguments += ["--variants", str(tmp_path / "v.yaml")]
     assert sweep.main(arguments) == 0
-    assert [c.seed for c in made] == [0, 0, 0, 1, 1, 1]
-    assert {c.schedule.steps for c in made} == {4} and len({c.output_dir for c in made}) == 6
+    assert [c.seed for c in made] == [0] * 4 + [1] * 4
+    assert {c.schedule.steps for c in made} == {4} and len({c.output_dir for c in made}) == 8
     report = json.loads((tmp_path / "results" / "heads.json").read_text())
-    base, tv, wide = report["rows"]
+    base, tv, wide, other_rows = report["rows"]
     assert base["gain"] == base["gain_se"] == 0 and tv["sets"] == {"head.loss": "tv"}
     gains = [a["tau"] - b["tau"] for a, b in zip(tv["runs"], base["runs"], strict=True)]
     assert tv["gain"] == pytest.approx(sum(gains) / 2)
     assert tv["gain_se"] == pytest.approx(abs(gains[0] - gains[1]) / 2)
+    fourth = [
+        training.metrics(c.output_dir)[3]["tau"] for c in (made[1], made[5], made[0], made[4])
+    ]
+    assert [run["step_tau"] for run in (*tv["runs"], *base["runs"])] == fourth
+    assert tv["step_gain"] == pytest.approx((fourth[0] + fourth[1] - fourth[2] - fourth[3]) / 2)
+    assert tv["runs"][0]["compared_steps"] == [4, 4]
+    assert "step_tau" not in other_rows and other_rows["gain"] != 0
     assert {entry["trained"] for entry in report["rows"]} == {"4 steps"}
     assert wide["parameters"] > base["parameters"] and wide["draft_ms"] > 0
     assert "| wide |" in capsys.readouterr().out
     assert "| wide |" in (tmp_path / "results" / "heads.md").read_text()
-    assert sweep.main(arguments) == 0 and len(made) == 6
-    assert sweep.main([*arguments, "--minutes", "0.002"]) == 0 and len(made) == 12
-    assert {c.schedule.minutes for c in made[6:]} == {0.002}
+    assert sweep.main(arguments) == 0 and len(made) == 8
+    assert sweep.main([*arguments, "--minutes", "0.002"]) == 0 and len(made) == 16
+    assert {c.schedule.minutes for c in made[8:]} == {0.002}
     report = json.loads((tmp_path / "results" / "heads.json").read_text())
-    assert [entry["trained"] for entry in report["rows"]] == ["0.002 minutes"] * 3 + ["4 steps"] * 3
-    assert report["rows"][3] == base | {"draft_ms": report["rows"][3]["draft_ms"]}
+    assert [entry["trained"] for entry in report["rows"]] == ["0.002 minutes"] * 4 + ["4 steps"] * 4
+    assert report["rows"][4] == base | {"draft_ms": report["rows"][4]["draft_ms"]}
 
 
 def test_trainings_run_side_by_side_and_one_that_fails_ends_the_others(tmp_path, capfd):
