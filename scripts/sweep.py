@@ -125,8 +125,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summaries(by_seed: list[list[Variant]]) -> list[dict[str, Any]]:
-    """`summary` of each variant, the base first; each seed trained all of them.  Equal steps are the
-    last quarter of those that every run has taken."""
+    """`summary` of each variant, the base first; each seed trained all of them.  Compared at equal
+    steps is the last quarter of those that every run has taken."""
     last = min(len(steps(v)) for variants in by_seed for v in variants)
     compared = slice(last * 3 // 4, last)
     runs = [
@@ -140,8 +140,8 @@ def summaries(by_seed: list[list[Variant]]) -> list[dict[str, Any]]:
 
 
 def step_tau(variant: Variant, base: Variant, compared: slice) -> dict[str, Any]:
-    """Mean tau of the training batches of some steps, each taken before the head learned from it: in
-    a first epoch, on text that is new to it.  None where these are not the base's rows."""
+    """Mean tau of the training batches of some steps, each taken before the head learned from it:
+    in a first epoch, on text that is new to it.  None where these are not the base's rows."""
     mine, theirs = steps(variant)[compared], steps(base)[compared]
     alike = [rows for rows, _ in mine] == [rows for rows, _ in theirs]
     found = mean(tau for _, tau in mine) if alike else None
