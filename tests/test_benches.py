@@ -107,7 +107,7 @@ def test_heads_are_widened_where_that_is_asked_for(prompts: str, tmp_path: Path,
         assert found["conditions"]["widened"] == bool(more)
         assert {row["identical"] for row in found["rows"]} == {"3/3"}
     assert bench.main([*arguments, "--drafter", "ngram"]) == 2
-    assert "widen is asked for, and drafter ngram has no heads" in capsys.readouterr().err
+    assert "widen is asked for, and drafter 'ngram' has no heads" in capsys.readouterr().err
 
 
 def test_heads_that_the_drafter_leaves_out(heads: str, prompts: str, capsys) -> None:

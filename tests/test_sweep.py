@@ -41,7 +41,7 @@ def test_a_sweep_says_what_each_variant_gains(tmp_path, monkeypatch, capsys):
     assert [run["step_tau"] for run in (*tv["runs"], *base["runs"])] == fourth
     assert tv["step_gain"] == pytest.approx((fourth[0] + fourth[1] - fourth[2] - fourth[3]) / 2)
     assert tv["compared_steps"] == "4-4"
-    assert "step_tau" not in other_rows and other_rows["gain"] != 0
+    assert "step_tau" not in other_rows and "gain" in other_rows
     assert {entry["trained"] for entry in report["rows"]} == {"4 steps"}
     assert wide["parameters"] > base["parameters"] and wide["draft_ms"] > 0
     assert "| wide |" in capsys.readouterr().out
