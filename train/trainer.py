@@ -218,7 +218,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measures held-out tau, and keeps the head where it is the best so far.  With nothing
         held out the last head is kept."""
-        found = {}
+        found, shown = {}, (self.documents.eval, self.config.tracking)
         if self.documents.eval:
             found = measure(
                 self.module,
@@ -229,7 +229,7 @@ class Trainer:
                 self.engine.autocast,
             )
             if self.config.schedule.select == "decoded":
-                weights, shown = self._weights(), (self.documents.eval, self.config.tracking)
+                weights = self._weights()
                 found["tau_decoded"] = decoded_tau(weights, self.module, self.target, *shown)
             self._report({"step": self.step, "eval": found})
             say(f"step {self.step}: held-out {described(found)}")
@@ -245,7 +245,6 @@ class Trainer:
             notes |= {"step": self.step, "judged_by": self.judged_by}
             notes["trained_length"] = max(len(d.ids) for d in self.documents.train)
             save_head(self.output, self.module, weights, **notes)
-            shown = self.documents.eval, self.config.tracking
             samples = partial(make_samples, self.output, self.target, *shown)
             self.tracker.log_samples(self.step, samples)
 
