@@ -23,7 +23,7 @@ from selfdraft.scripts import bench, experiments, runs
 from selfdraft.scripts.bench_report import conditions, write
 from selfdraft.scripts.experiments import Variant
 from selfdraft.scripts.heads_report import table
-from selfdraft.scripts.trained import figures, steps
+from selfdraft.scripts.trained import Steps, figures, steps
 
 BASE = "base"
 COLUMNS = {
@@ -127,11 +127,12 @@ def run(options: argparse.Namespace) -> int:
 def summaries(by_seed: list[list[Variant]]) -> list[dict[str, Any]]:
     """`summary` of each variant, the base first; each seed trained all of them.  Compared at equal
     steps is the last quarter of those that every run has taken."""
-    last = min(len(steps(v)) for variants in by_seed for v in variants)
+    taken = {v.folder: steps(v) for variants in by_seed for v in variants}
+    last = min(map(len, taken.values()))
     compared = slice(last * 3 // 4, last)
     runs = [
         [
-            figures(v) | step_tau(v, variants[0], compared)
+            figures(v) | step_tau(taken[v.folder], taken[variants[0].folder], compared)
             for v, variants in zip(same, by_seed, strict=True)
         ]
         for same in zip(*by_seed, strict=True)
@@ -139,11 +140,11 @@ def summaries(by_seed: list[list[Variant]]) -> list[dict[str, Any]]:
     return [summary(found[0]["name"], found, runs[0]) for found in runs]
 
 
-def step_tau(variant: Variant, base: Variant, compared: slice) -> dict[str, Any]:
+def step_tau(run: Steps, base: Steps, compared: slice) -> dict[str, Any]:
     """Mean tau of the training batches of some steps, each taken before the head learned from it:
     in a first epoch, on text that is new to it.  None where these are not the base's rows."""
-    mine, theirs = steps(variant)[compared], steps(base)[compared]
-    alike = [rows for rows, _ in mine] == [rows for rows, _ in theirs]
+    mine = run[compared]
+    alike = [rows for rows, _ in mine] == [rows for rows, _ in base[compared]]
     found = mean(tau for _, tau in mine) if alike else None
     return {"compared_steps": f"{compared.start + 1}-{compared.stop}", "step_tau": found}
 

@@ -44,8 +44,12 @@ def figures(variant: Variant) -> dict[str, Any]:
     }
 
 
-def steps(variant: Variant) -> list[tuple[list[int], float]]:
-    """The rows of each step, and the head's tau on them before it learned from them."""
+Steps = list[tuple[list[int], float]]
+"""The rows of each step, and the head's tau on them before it learned from them."""
+
+
+def steps(variant: Variant) -> Steps:
+    """See `Steps`."""
     return [(line["rows"], line["tau"]) for line in _metrics(variant.folder) if "rows" in line]
 
 

@@ -219,6 +219,7 @@ class Trainer:
         """Measures held-out tau, and keeps the head where it is the best so far.  With nothing
         held out the last head is kept."""
         found, shown = {}, (self.documents.eval, self.config.tracking)
+        weights = self._weights() if self.config.schedule.select == "decoded" else {}
         if self.documents.eval:
             found = measure(
                 self.module,
@@ -228,8 +229,7 @@ class Trainer:
                 self.accelerator,
                 self.engine.autocast,
             )
-            if self.config.schedule.select == "decoded":
-                weights = self._weights()
+            if weights:
                 found["tau_decoded"] = decoded_tau(weights, self.module, self.target, *shown)
             self._report({"step": self.step, "eval": found})
             say(f"step {self.step}: held-out {described(found)}")
@@ -239,7 +239,7 @@ class Trainer:
             if self.best is not None and now <= self.best:
                 return
             self.best, self.tau = now, found["tau"]
-        weights = self._weights()
+        weights = weights or self._weights()
         if is_main():
             notes = {name: finite(found.get(name)) for name in (*TAUS, "tau_decoded", "sharpness")}
             notes |= {"step": self.step, "judged_by": self.judged_by}
