@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..heads.checkpoint import DESCRIPTION, load_head, read_description
-from ..heads.draft import Plan
 from ..heads.errors import InputError, check_switch, nearest
 from ..heads.protocols import Drafter
-from ..heads.shapes import check_tree
 from . import packed, rounded
 from .draft_model import DraftModel
 from .drafters import Merged, Plain
@@ -24,12 +20,6 @@ from .target import TargetModel
 DRAFTERS = ("heads+ngram", "heads", "ngram", "none")
 TARGET_NAMES = ("model", "gguf_file", "revision", "adapter", "random", "seed")
 PARTS = ("name", "taps", "max_depth", "start", "propose", "advance")  # of a Drafter
-TREE_NODES = 16
-"""Nodes of a default tree at most; most rounds stop sooner, where a node no longer pays."""
-WORTH = 0.08
-"""`Plan.worth` of a default tree.  With SmolLM2-135M on two CPU cores one more node takes 0.05 of a
-forward and a speedup of 1.6 is usual, which makes it 0.08; alone, 0.10 was as fast there, and at 16
-rows slower.  A GPU's nodes are cheaper."""
 
 
 def local_folder(heads: str) -> Path:
@@ -187,72 +177,3 @@ def build_drafter(
         packed.pack_linears(head, rounded.product)
         head.packed = True
     return head if asked == "heads" else Merged([NGram(), head])
-
-
-def default_plan(drafter: Drafter) -> Plan:
-    """What does best without further knowledge: a tree of the nodes that are likely enough."""
-    return Plan(drafter.max_depth, nodes=TREE_NODES, worth=WORTH)
-
-
-def build_plan(asked: Plan | int | None, drafter: Drafter) -> Plan:
-    """The plan that is asked for.
-
-    Args:
-        asked: a Plan, or the depth of a chain; None for as long a one as the drafter has.
-    Raises:
-        InputError: a value out of range or a tree that is none.
-    """
-    deepest = drafter.max_depth
-    if asked is None:
-        return Plan(depth=deepest)
-    plan = asked if isinstance(asked, Plan) else Plan(depth=asked)
-    for name, low in (("depth", 0), ("nodes", 0), ("tokens", 1)):
-        value = getattr(plan, name)
-        if value is not None and (type(value) is not int or value < low):
-            raise InputError(f"plan {name} is {value!r}", f"Give an integer, {low} or more.")
-    for name in ("confidence", "worth"):
-        value = getattr(plan, name)
-        if type(value) not in (int, float) or not 0 <= value <= 1:
-            raise InputError(f"plan {name} is {value!r}", "Give a number in [0, 1].")
-    levels = 0
-    if plan.tree is not None:
-        try:
-            plan = replace(plan, tree=tuple(tuple(path) for path in plan.tree))
-            check_tree(plan.tree or ())
-        except (TypeError, ValueError) as error:
-            raise InputError(
-                f"plan tree: {error}", "List every node once, as child ranks."
-            ) from None
-        levels = max(map(len, plan.tree or ()), default=0)
-        if 0 < plan.depth < levels:
-            raise InputError(
-                f"plan.tree is {levels} deep, plan.depth is {plan.depth}",
-                f"Give depth={levels} too, or a tree that is no deeper.",
-            )
-    if plan.depth > deepest:
-        warnings.warn(
-            f"a draft of {plan.depth} tokens was asked for, {drafter.name} drafts {deepest}: cut "
-            f"to {deepest}",
-            stacklevel=3,
-        )
-    followed = _tree_depth(drafter)
-    if plan.tree is not None and not followed:
-        warnings.warn(
-            f"plan.tree is ignored: {drafter.name} drafts no tree of a given shape", stacklevel=3
-        )
-    elif followed < min(levels, deepest):
-        warnings.warn(
-            f"plan.tree is {levels} deep, {drafter.name} drafts {followed} of it: cut to "
-            f"{followed}",
-            stacklevel=3,
-        )
-    return plan.capped(deepest)
-
-
-def _tree_depth(drafter: Drafter) -> int:
-    """How deep it, or one of its parts, follows `Plan.tree`; 0 for not at all.  A drafter from
-    elsewhere need not say."""
-    if isinstance(drafter, Merged):
-        return max(map(_tree_depth, drafter.drafters))
-    follows = not isinstance(drafter, NGram | Plain) and getattr(drafter, "trees", True)
-    return drafter.max_depth if follows else 0

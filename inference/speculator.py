@@ -14,15 +14,14 @@ from ..heads.errors import InputError, check_count, check_switch
 from ..heads.protocols import Drafter
 from .assembly import (
     build_drafter,
-    build_plan,
     build_target,
     check_drafter,
     check_names,
-    default_plan,
     local_folder,
 )
 from .decode import Record, Row, check_record, decode
 from .drafters import Plain
+from .planner import build_plan, default_plan
 from .prompts import prompt_ids, stop_rule
 from .settings import Settings, settings_for
 from .statistics import Stats
@@ -54,15 +53,19 @@ class Speculator:
     Args:
         target: the frozen model.
         drafter: None decodes plainly.
-        plan: draft length or Plan; None for chains as long as the drafter has them.
+        plan: draft length, a Plan, or "measured"; None for chains as long as the drafter has
+            them.
     """
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter | None = None, plan: Plan | int | None = None
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        plan: Plan | int | str | None = None,
     ) -> None:
         self.target = target
         self.drafter: Drafter = drafter or Plain()
-        self.plan = build_plan(plan, self.drafter)
+        self.plan = build_plan(plan, self.drafter, target)
 
     @classmethod
     def from_pretrained(
@@ -72,7 +75,7 @@ class Speculator:
         target: str | Path | nn.Module | TargetModel | None = None,
         drafter: str | Path | nn.Module | Drafter | None = None,
         tokenizer: Any = None,
-        plan: Plan | int | None = None,
+        plan: Plan | int | str | None = None,
         allow_other_target: bool = False,
         widen: bool = False,
         **named: Any,
@@ -87,7 +90,8 @@ class Speculator:
                 a draft model or its name, or any `Drafter`.
             tokenizer: of a loaded model; None when prompts are ids.
             plan: draft length, or a Plan; None for a tree of the nodes that are likely enough to
-                pay (`assembly.default_plan`).
+                pay (`planner.default_plan`), "measured" for one that goes by what a node costs on
+                this machine, which is the default where that is no CPU.
             allow_other_target: accept heads trained for other weights of the same sizes.
             widen: draft over the ids of each row's own prompt and output beside the draft
                 vocabulary.
@@ -102,7 +106,7 @@ class Speculator:
         model = build_target(target, folder, tokenizer, named)
         options = {"allow_other_target": allow_other_target, "widen": widen}
         drafts = build_drafter(drafter, model, folder, **options)
-        return cls(model, drafts, default_plan(drafts) if plan is None else plan)
+        return cls(model, drafts, default_plan(drafts, model) if plan is None else plan)
 
     def generate(
         self,

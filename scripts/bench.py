@@ -225,7 +225,7 @@ def run(options: argparse.Namespace) -> int:
     ids, categories = read_prompts(options.prompts, options.limit, target, options.max_new_tokens)
     asked = generation(options.max_new_tokens, options.temperature)
     methods = build_methods(
-        target, chosen(spec, against, partial(drafting.plan, options)), against, asked
+        target, chosen(spec, against, partial(drafting.plan, options, target)), against, asked
     )
     time_all(methods, ids)
     rows = measured(target, methods, ids, categories, not asked["do_sample"])

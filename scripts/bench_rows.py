@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError, exit_code
-from selfdraft.inference.assembly import default_plan
+from selfdraft.inference.planner import default_plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.scripts import drafting
 from selfdraft.scripts.bench import add_options, read_prompts
@@ -33,7 +33,8 @@ def measure(
     """One entry a tree size for batches of `rows`: tokens/s, tokens a round, the ratio to plain and
     how many outputs equal plain's."""
     speculators: dict[int | str, Speculator] = {size: _with_nodes(spec, size) for size in sizes}
-    speculators["default"] = Speculator(spec.target, spec.drafter, default_plan(spec.drafter))
+    plan = default_plan(spec.drafter, spec.target)
+    speculators["default"] = Speculator(spec.target, spec.drafter, plan)
     seconds: dict[int | str, float] = defaultdict(float)
     tokens: dict[int | str, int] = defaultdict(int)
     same: dict[int | str, int] = defaultdict(int)

@@ -21,12 +21,12 @@ from typing import Any
 from selfdraft.heads import HEADS, Head
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.heads.protocols import Drafter
-from selfdraft.inference.assembly import TREE_NODES, WORTH, build_drafter, default_plan
+from selfdraft.inference.assembly import build_drafter
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
-from selfdraft.scripts import bench, experiments, heads_report, runs
+from selfdraft.scripts import bench, drafting, experiments, heads_report, runs
 from selfdraft.scripts.acceptance import watch
 from selfdraft.scripts.bench_report import conditions, peak_memory_gb, show, write
 from selfdraft.scripts.experiments import Variant
@@ -36,14 +36,16 @@ METHODS = ("plain", "hf", "ngram")
 """Rows of the report beside the heads'."""
 
 
-def speculators(target: TargetModel, variants: list[Variant]) -> dict[str, Speculator]:
+def speculators(
+    target: TargetModel, variants: list[Variant], options: argparse.Namespace
+) -> dict[str, Speculator]:
     """n-grams, and each head alone and merged with them, by row name."""
     drafters: list[Drafter] = [NGram()]
     for variant in variants:
         head = build_drafter("heads", target, variant.folder)
         head.name = variant.name
         drafters += [head, Merged([NGram(), head])]
-    return {d.name: Speculator(target, d, default_plan(d)) for d in drafters}
+    return {d.name: Speculator(target, d, drafting.plan(options, target, d)) for d in drafters}
 
 
 def measure(
@@ -56,15 +58,16 @@ def measure(
     first, temperature = variants[0].config, options.temperature
     target = TargetModel.load(**first.target.model_dump(), seed=first.seed)
     tokens = options.max_new_tokens
-    ours = speculators(target, variants)
+    ours = speculators(target, variants, options)
+    plan = ours["ngram"].plan
     facts = conditions(
         target,
         bench.law(temperature),
         prompts=len(ids),
         prompt_file=Path(options.prompts).name,
         max_new_tokens=tokens,
-        nodes=TREE_NODES,
-        worth=WORTH,
+        nodes=plan.nodes,
+        worth=plan.worth,
         config=experiments.given(options),
         minutes=options.minutes,
         best_minutes=options.best_minutes,
@@ -167,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         "--best-minutes", type=float, help="of another training, of what came out best"
     )
     bench.add_options(cli)
+    drafting.add_measured(cli)
     cli.add_argument("--json", default="docs/results/heads.json", help="write the report here")
     cli.set_defaults(minutes=10.0)
     options = cli.parse_intermixed_args(argv)

@@ -7,8 +7,9 @@ import argparse
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError
 from selfdraft.heads.protocols import Drafter
-from selfdraft.inference.assembly import build_plan, default_plan
+from selfdraft.inference.planner import MEASURED, build_plan, default_plan
 from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.target import TargetModel
 
 
 def add_options(cli: argparse.ArgumentParser, *, plan: bool = True) -> None:
@@ -30,7 +31,15 @@ def add_options(cli: argparse.ArgumentParser, *, plan: bool = True) -> None:
     if plan:
         cli.add_argument("--draft", type=int, help="chains of so many tokens")
         cli.add_argument("--nodes", type=int, help="trees of so many nodes")
+        add_measured(cli)
     cli.add_argument("--dtype", help="float32, bfloat16, float16; the trained one if unset")
+
+
+def add_measured(cli: argparse.ArgumentParser) -> None:
+    """The option of every command that can go by this machine's cost of a node."""
+    cli.add_argument(
+        "--measured", action="store_true", help="trees of the nodes that pay on this machine"
+    )
 
 
 def load(options: argparse.Namespace) -> Speculator:
@@ -52,13 +61,21 @@ def load(options: argparse.Namespace) -> Speculator:
         widen=options.widen,
         **named,
     )
-    spec.plan = plan(options, spec.drafter)
+    spec.plan = plan(options, spec.target, spec.drafter)
     return spec
 
 
-def plan(options: argparse.Namespace, drafter: Drafter) -> Plan:
-    """What the options ask of a drafter; its default without any."""
+def plan(options: argparse.Namespace, target: TargetModel, drafter: Drafter) -> Plan:
+    """What the options ask of a drafter; its default without any.
+
+    Raises:
+        InputError: numbers that do not fit, or a size beside --measured.
+    """
     draft, nodes = getattr(options, "draft", None), getattr(options, "nodes", None)
     if draft is None and nodes is None:
-        return default_plan(drafter)
-    return build_plan(Plan(drafter.max_depth if draft is None else draft, nodes), drafter)
+        measured = getattr(options, "measured", False)
+        return build_plan(MEASURED, drafter, target) if measured else default_plan(drafter, target)
+    if getattr(options, "measured", False):
+        raise InputError("--measured beside --draft or --nodes", "It sets both: leave them out.")
+    asked = Plan(drafter.max_depth if draft is None else draft, nodes)
+    return build_plan(asked, drafter, target)
