@@ -40,11 +40,9 @@ class Timed:
     def new_cache(self, rows: int, capacity: int) -> None:
         """None is needed."""
 
-    def prefill(self, ids_BT: torch.Tensor, *_: Any) -> None:
-        assert ids_BT.shape[1] + NODES + 1 <= self.max_positions
-
     def forward(self, ids_BN: torch.Tensor, *_: Any) -> dict[str, torch.Tensor]:
         self.forwards += 1
+        assert ids_BN.shape[1] <= self.max_positions
         time.sleep(self.root + self.node * (ids_BN.shape[1] - 1))
         return {"hidden": torch.zeros(1)}
 
@@ -62,19 +60,20 @@ def test_the_cost_of_a_node_is_found_once(share: float) -> None:
 
 
 def test_costs_are_bounded_and_slow_targets_are_not_measured_for_long(monkeypatch) -> None:
-    monkeypatch.setattr(planner, "SECONDS", 0.05)
+    monkeypatch.setattr(planner, "SECONDS", 0.01)
     dear: Any = Timed(0.002, 0.004)
     assert node_cost(dear) == MOST
-    assert dear.forwards == 4  # two that allocate, and one pair
+    assert dear.forwards == 2
+    monkeypatch.setattr(planner, "SECONDS", 1.0)
     free: Any = Timed(0.005, 0.0)
     assert planner.LEAST <= node_cost(free) <= planner.CHEAP
 
 
-@pytest.mark.parametrize("positions", [8, NODES + 1, NODES + 2, 40])
+@pytest.mark.parametrize("positions", [8, NODES, NODES + 1, 40])
 def test_targets_of_few_positions(positions: int) -> None:
     target: Any = Timed(0.002, 0.0, positions)
     cost = node_cost(target)
-    assert (target.forwards > 0) == (positions > NODES + 1)
+    assert (target.forwards > 0) == (positions > NODES)
     assert target.forwards or cost == pytest.approx(CPU_COST, rel=0.2)
 
 
