@@ -33,11 +33,11 @@ LEAST, MOST = 2.0**-7, 0.25
 """Bounds of a measured cost, in forwards."""
 SPEEDUP = 1.6
 """A usual one: a node pays at a chance of its cost times the speedup that there is."""
-NODES, CHEAP_NODES, CHEAP = 16, 32, 0.02
-"""Nodes of a tree at most, and where a node costs no more than `CHEAP`; most rounds stop sooner,
-where a node no longer pays."""
-PAIRS, SECONDS = 10, 3.0
-"""A measurement: pairs of forwards, fewer where they take so long."""
+NODES = 16
+"""Nodes of a tree at most; most rounds stop sooner, where a node no longer pays."""
+PAIRS, SECONDS = 9, 3.0
+"""Of a measurement: pairs of forwards, fewer where they take so long; a target whose forward alone
+does is not measured."""
 
 _COSTS: WeakKeyDictionary[TargetModel, float] = WeakKeyDictionary()
 
@@ -45,8 +45,14 @@ _COSTS: WeakKeyDictionary[TargetModel, float] = WeakKeyDictionary()
 def default_plan(drafter: Drafter, target: TargetModel) -> Plan:
     """What does best without further knowledge: on a CPU for the cost that is usual there, so that
     it is the same every time; elsewhere for the cost that is measured."""
-    usual = target.device.type == "cpu" or not drafter.max_depth
-    return paying_plan(drafter, CPU_COST if usual else node_cost(target))
+    if target.device.type == "cpu":
+        return paying_plan(drafter, CPU_COST)
+    return measured_plan(drafter, target)
+
+
+def measured_plan(drafter: Drafter, target: TargetModel) -> Plan:
+    """A tree of the nodes that are likely enough for what they cost here."""
+    return paying_plan(drafter, node_cost(target) if drafter.max_depth else CPU_COST)
 
 
 def paying_plan(drafter: Drafter, cost: float) -> Plan:
@@ -55,8 +61,7 @@ def paying_plan(drafter: Drafter, cost: float) -> Plan:
     Args:
         cost: time of one more node, in forwards.
     """
-    nodes = CHEAP_NODES if cost <= CHEAP else NODES
-    return Plan(drafter.max_depth, nodes=nodes, worth=round(SPEEDUP * cost, 4))
+    return Plan(drafter.max_depth, nodes=NODES, worth=round(SPEEDUP * cost, 4))
 
 
 def node_cost(target: TargetModel) -> float:
@@ -87,12 +92,14 @@ def _widening(target: TargetModel) -> float:
         _finish(target.device)
         return time.perf_counter() - begin
 
-    begin, root = time.perf_counter(), seconds(1)
-    ratios = [seconds(1 + NODES) / root]
-    while len(ratios) < PAIRS and time.perf_counter() - begin < SECONDS:
+    if seconds(1) > SECONDS:  # its weights come from a disk, for one
+        return 1 + CPU_COST * NODES
+    seconds(1 + NODES)  # first calls allocate
+    ratios, begin = [], time.perf_counter()
+    while len(ratios) < PAIRS and (not ratios or time.perf_counter() - begin < SECONDS):
         root = seconds(1)
         ratios.append(seconds(1 + NODES) / root)
-    return median(ratios[1:] or ratios)  # the first calls allocate
+    return median(ratios)
 
 
 def _finish(device: torch.device) -> None:
@@ -113,10 +120,10 @@ def build_plan(asked: Plan | int | str | None, drafter: Drafter, target: TargetM
     deepest = drafter.max_depth
     if asked is None:
         return Plan(depth=deepest)
-    if asked == MEASURED:
-        return paying_plan(drafter, node_cost(target))
     if isinstance(asked, str):
-        raise InputError(f"plan is {asked!r}", f"Give a Plan, a number or {MEASURED!r}.")
+        if asked != MEASURED:
+            raise InputError(f"plan is {asked!r}", f"Give a Plan, a number or {MEASURED!r}.")
+        return measured_plan(drafter, target)
     plan = asked if isinstance(asked, Plan) else Plan(depth=asked)
     for name, low in (("depth", 0), ("nodes", 0), ("tokens", 1)):
         value = getattr(plan, name)

@@ -117,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
     facts = conditions(
         spec.target,
         heads=spec.drafter.name,
+        nodes=spec.plan.nodes,
         worth=spec.plan.worth,
         prompts=len(prompts),
         prompt_file=Path(options.prompts).name,

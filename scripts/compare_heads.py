@@ -24,9 +24,10 @@ from selfdraft.heads.protocols import Drafter
 from selfdraft.inference.assembly import build_drafter
 from selfdraft.inference.drafters import Merged
 from selfdraft.inference.ngram import NGram
+from selfdraft.inference.planner import default_plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
-from selfdraft.scripts import bench, drafting, experiments, heads_report, runs
+from selfdraft.scripts import bench, experiments, heads_report, runs
 from selfdraft.scripts.acceptance import watch
 from selfdraft.scripts.bench_report import conditions, peak_memory_gb, show, write
 from selfdraft.scripts.experiments import Variant
@@ -36,16 +37,14 @@ METHODS = ("plain", "hf", "ngram")
 """Rows of the report beside the heads'."""
 
 
-def speculators(
-    target: TargetModel, variants: list[Variant], options: argparse.Namespace
-) -> dict[str, Speculator]:
+def speculators(target: TargetModel, variants: list[Variant]) -> dict[str, Speculator]:
     """n-grams, and each head alone and merged with them, by row name."""
     drafters: list[Drafter] = [NGram()]
     for variant in variants:
         head = build_drafter("heads", target, variant.folder)
         head.name = variant.name
         drafters += [head, Merged([NGram(), head])]
-    return {d.name: Speculator(target, d, drafting.plan(options, target, d)) for d in drafters}
+    return {d.name: Speculator(target, d, default_plan(d, target)) for d in drafters}
 
 
 def measure(
@@ -58,7 +57,7 @@ def measure(
     first, temperature = variants[0].config, options.temperature
     target = TargetModel.load(**first.target.model_dump(), seed=first.seed)
     tokens = options.max_new_tokens
-    ours = speculators(target, variants, options)
+    ours = speculators(target, variants)
     plan = ours["ngram"].plan
     facts = conditions(
         target,
@@ -170,7 +169,6 @@ def main(argv: list[str] | None = None) -> int:
         "--best-minutes", type=float, help="of another training, of what came out best"
     )
     bench.add_options(cli)
-    drafting.add_measured(cli)
     cli.add_argument("--json", default="docs/results/heads.json", help="write the report here")
     cli.set_defaults(minutes=10.0)
     options = cli.parse_intermixed_args(argv)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError
 from selfdraft.heads.protocols import Drafter
-from selfdraft.inference.planner import MEASURED, build_plan, default_plan
+from selfdraft.inference.planner import (
+    MEASURED,
+    NODES,
+    build_plan,
+    default_plan,
+    measured_plan,
+)
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 
@@ -31,15 +38,11 @@ def add_options(cli: argparse.ArgumentParser, *, plan: bool = True) -> None:
     if plan:
         cli.add_argument("--draft", type=int, help="chains of so many tokens")
         cli.add_argument("--nodes", type=int, help="trees of so many nodes")
-        add_measured(cli)
+        cli.add_argument("--worth", type=float, help="leave out nodes less likely than this")
+        cli.add_argument(
+            "--measured", action="store_true", help="trees of the nodes that pay on this machine"
+        )
     cli.add_argument("--dtype", help="float32, bfloat16, float16; the trained one if unset")
-
-
-def add_measured(cli: argparse.ArgumentParser) -> None:
-    """The option of every command that can go by this machine's cost of a node."""
-    cli.add_argument(
-        "--measured", action="store_true", help="trees of the nodes that pay on this machine"
-    )
 
 
 def load(options: argparse.Namespace) -> Speculator:
@@ -48,10 +51,15 @@ def load(options: argparse.Namespace) -> Speculator:
     Raises:
         InputError: names or numbers that do not fit.
     """
-    draft, nodes = getattr(options, "draft", None), getattr(options, "nodes", None)
-    for name, value in (("draft", draft), ("nodes", nodes)):
-        if value is not None and value < 0:
+    sizes = _sizes(options)
+    for name, value in sizes.items():
+        if not value >= 0:
             raise InputError(f"--{name} is {value}", "Give 0 or more.")
+    measured = getattr(options, "measured", False)
+    if measured and sizes:
+        raise InputError(
+            f"--measured beside --{' and --'.join(sizes)}", "It sets them: leave one of both out."
+        )
     named = {name: getattr(options, name) for name in ("gguf_file", "device", "dtype")}
     named = {name: value for name, value in named.items() if value is not None}
     spec = Speculator.from_pretrained(
@@ -59,9 +67,11 @@ def load(options: argparse.Namespace) -> Speculator:
         target=options.target,
         drafter=options.drafter,
         widen=options.widen,
+        plan=MEASURED if measured else 0 if sizes else None,
         **named,
     )
-    spec.plan = plan(options, spec.target, spec.drafter)
+    if sizes:
+        spec.plan = plan(options, spec.target, spec.drafter)
     return spec
 
 
@@ -69,13 +79,18 @@ def plan(options: argparse.Namespace, target: TargetModel, drafter: Drafter) -> 
     """What the options ask of a drafter; its default without any.
 
     Raises:
-        InputError: numbers that do not fit, or a size beside --measured.
+        InputError: numbers that do not fit.
     """
-    draft, nodes = getattr(options, "draft", None), getattr(options, "nodes", None)
-    if draft is None and nodes is None:
+    sizes = _sizes(options)
+    if not sizes:
         measured = getattr(options, "measured", False)
-        return build_plan(MEASURED, drafter, target) if measured else default_plan(drafter, target)
-    if getattr(options, "measured", False):
-        raise InputError("--measured beside --draft or --nodes", "It sets both: leave them out.")
-    asked = Plan(drafter.max_depth if draft is None else draft, nodes)
-    return build_plan(asked, drafter, target)
+        return measured_plan(drafter, target) if measured else default_plan(drafter, target)
+    nodes = sizes.get("nodes", None if "draft" in sizes else NODES)
+    depth, worth = sizes.get("draft", drafter.max_depth), sizes.get("worth", 0.0)
+    return build_plan(Plan(depth, nodes, worth=worth), drafter, target)
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of --draft, --nodes and --worth that are given."""
+    found = {name: getattr(options, name, None) for name in ("draft", "nodes", "worth")}
+    return {name: value for name, value in found.items() if value is not None}

@@ -17,7 +17,7 @@ from typing import Any
 
 from selfdraft.heads.errors import InputError, exit_code
 from selfdraft.inference.assembly import build_drafter
-from selfdraft.inference.planner import default_plan
+from selfdraft.inference.planner import CPU_COST, paying_plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import bench, experiments, runs
@@ -52,7 +52,7 @@ def decoded(
 ) -> dict[str, float]:
     """What a round of real decoding with the head alone costs and brings."""
     head = build_drafter("heads", target, variant.folder)
-    spec = Speculator(target, head, default_plan(head, target))
+    spec = Speculator(target, head, paying_plan(head, CPU_COST))  # the same in every run
     spec.generate(prompts[0][:64], **asked)  # not counted: first calls allocate
     stats = spec.generate(prompts, batch_size=1, **asked).stats
     draft_ms = 1000 * stats.seconds["draft"] / max(1, stats.rounds)
