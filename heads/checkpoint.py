@@ -92,7 +92,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         version = description["format"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged: {error}", "Train again or restore it.") from None
     if version != FORMAT:
         raise InputError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..heads.checkpoint import DESCRIPTION, load_head, read_description
+from ..heads.checkpoint import DESCRIPTION, WEIGHTS, load_head, read_description
 from ..heads.errors import InputError, check_switch, nearest
 from ..heads.protocols import Drafter
 from . import packed, rounded
@@ -35,7 +35,7 @@ def local_folder(heads: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(heads, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(heads, allow_patterns=[DESCRIPTION, WEIGHTS]))
     except Exception as error:  # whatever the hub client meets
         reason = " ".join(str(error).split())[:200]
         raise InputError(

@@ -69,17 +69,21 @@ def node_cost(target: TargetModel) -> float:
     measured once a target, and rounded to a power of the root of two, so that noise seldom makes
     another plan of it."""
     if target not in _COSTS:
-        cost = (_widening(target) - 1) / NODES
+        widening = _widening(target)
+        if widening is None:
+            return CPU_COST
+        cost = (widening - 1) / NODES
         _COSTS[target] = 2 ** (round(2 * log2(min(MOST, max(LEAST, cost)))) / 2)
     return _COSTS[target]
 
 
 @torch.inference_mode()
-def _widening(target: TargetModel) -> float:
+def _widening(target: TargetModel) -> float | None:
     """How much longer a forward over the root and `NODES` nodes takes than one over the root: the
-    median of pairs, one after the other, so that what else the machine does is in both."""
+    median of pairs, one after the other, so that what else the machine does is in both.  None for a
+    target that has no room for them, does not run, or takes too long."""
     if target.max_positions <= NODES or target.device.type == "meta":
-        return 1 + CPU_COST * NODES  # no room, or nothing that runs
+        return None
     ids_BN = torch.arange(NODES + 1, device=target.device)[None] * 7 % target.vocab_size
     cache = target.new_cache(1, NODES + 1)
 
@@ -93,9 +97,10 @@ def _widening(target: TargetModel) -> float:
         return time.perf_counter() - begin
 
     if seconds(1) > SECONDS:  # its weights come from a disk, for one
-        return 1 + CPU_COST * NODES
+        return None
     seconds(1 + NODES)  # first calls allocate
-    ratios, begin = [], time.perf_counter()
+    ratios: list[float] = []
+    begin = time.perf_counter()
     while len(ratios) < PAIRS and (not ratios or time.perf_counter() - begin < SECONDS):
         root = seconds(1)
         ratios.append(seconds(1 + NODES) / root)
@@ -152,18 +157,18 @@ def build_plan(asked: Plan | int | str | None, drafter: Drafter, target: TargetM
         warnings.warn(
             f"a draft of {plan.depth} tokens was asked for, {drafter.name} drafts {deepest}: cut "
             f"to {deepest}",
-            stacklevel=3,
+            stacklevel=4,
         )
     followed = _tree_depth(drafter)
     if plan.tree is not None and not followed:
         warnings.warn(
-            f"plan.tree is ignored: {drafter.name} drafts no tree of a given shape", stacklevel=3
+            f"plan.tree is ignored: {drafter.name} drafts no tree of a given shape", stacklevel=4
         )
     elif followed < min(levels, deepest):
         warnings.warn(
             f"plan.tree is {levels} deep, {drafter.name} drafts {followed} of it: cut to "
             f"{followed}",
-            stacklevel=3,
+            stacklevel=4,
         )
     return plan.capped(deepest)
 

@@ -65,7 +65,16 @@ class Speculator:
     ) -> None:
         self.target = target
         self.drafter: Drafter = drafter or Plain()
-        self.plan = build_plan(plan, self.drafter, target)
+        self.plan = plan  # type: ignore[assignment]
+
+    @property
+    def plan(self) -> Plan:
+        """How much is drafted; takes what the constructor takes."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, asked: Plan | int | str | None) -> None:
+        self._plan = build_plan(asked, self.drafter, self.target)
 
     @classmethod
     def from_pretrained(
