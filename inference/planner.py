@@ -1,8 +1,8 @@
 """What a draft's nodes cost where the target runs, and the plan that pays there.
 
 A node pays where the tokens that it brings take less time than they would elsewhere (`Plan.worth`).
-What it costs differs by far: 0.02 to 0.05 of a forward on two CPU cores, next to nothing on a GPU
-that a small model leaves idle.
+What it costs differs: 0.02 or 0.05 of a forward on two CPU cores of two kinds; a GPU's is not known
+here.
 """
 
 from __future__ import annotations
@@ -69,21 +69,17 @@ def node_cost(target: TargetModel) -> float:
     measured once a target, and rounded to a power of the root of two, so that noise seldom makes
     another plan of it."""
     if target not in _COSTS:
-        widening = _widening(target)
-        if widening is None:
-            return CPU_COST
-        cost = (widening - 1) / NODES
-        _COSTS[target] = 2 ** (round(2 * log2(min(MOST, max(LEAST, cost)))) / 2)
+        _COSTS[target] = _measured_cost(target)
     return _COSTS[target]
 
 
 @torch.inference_mode()
-def _widening(target: TargetModel) -> float | None:
-    """How much longer a forward over the root and `NODES` nodes takes than one over the root: the
-    median of pairs, one after the other, so that what else the machine does is in both.  None for a
-    target that has no room for them, does not run, or takes too long."""
+def _measured_cost(target: TargetModel) -> float:
+    """By the median of pairs of forwards, over the root and over `NODES` nodes more, one after the
+    other, so that what else the machine does is in both.  `CPU_COST` for a target that has no room
+    for them, does not run, or takes too long."""
     if target.max_positions <= NODES or target.device.type == "meta":
-        return None
+        return CPU_COST
     ids_BN = torch.arange(NODES + 1, device=target.device)[None] * 7 % target.vocab_size
     cache = target.new_cache(1, NODES + 1)
 
@@ -97,14 +93,15 @@ def _widening(target: TargetModel) -> float | None:
         return time.perf_counter() - begin
 
     if seconds(1) > SECONDS:  # its weights come from a disk, for one
-        return None
+        return CPU_COST
     seconds(1 + NODES)  # first calls allocate
     ratios: list[float] = []
     begin = time.perf_counter()
     while len(ratios) < PAIRS and (not ratios or time.perf_counter() - begin < SECONDS):
         root = seconds(1)
         ratios.append(seconds(1 + NODES) / root)
-    return median(ratios)
+    cost = (median(ratios) - 1) / NODES
+    return 2 ** (round(2 * log2(min(MOST, max(LEAST, cost)))) / 2)
 
 
 def _finish(device: torch.device) -> None:

@@ -65,7 +65,7 @@ class Speculator:
     ) -> None:
         self.target = target
         self.drafter: Drafter = drafter or Plain()
-        self.plan = plan  # type: ignore[assignment]
+        self.plan = plan
 
     @property
     def plan(self) -> Plan:

@@ -8,13 +8,7 @@ from typing import Any
 from selfdraft.heads.draft import Plan
 from selfdraft.heads.errors import InputError
 from selfdraft.heads.protocols import Drafter
-from selfdraft.inference.planner import (
-    MEASURED,
-    NODES,
-    build_plan,
-    default_plan,
-    measured_plan,
-)
+from selfdraft.inference.planner import NODES, default_plan, measured_plan
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 
@@ -67,27 +61,22 @@ def load(options: argparse.Namespace) -> Speculator:
         target=options.target,
         drafter=options.drafter,
         widen=options.widen,
-        plan=MEASURED if measured else 0 if sizes else None,
+        plan=0,  # until the drafter is known
         **named,
     )
-    if sizes:
-        spec.plan = plan(options, spec.target, spec.drafter)
+    spec.plan = plan(options, spec.target, spec.drafter)
     return spec
 
 
 def plan(options: argparse.Namespace, target: TargetModel, drafter: Drafter) -> Plan:
-    """What the options ask of a drafter; its default without any.
-
-    Raises:
-        InputError: numbers that do not fit.
-    """
+    """What the options ask of a drafter, as `Speculator` takes it; its default without any."""
     sizes = _sizes(options)
     if not sizes:
         measured = getattr(options, "measured", False)
         return measured_plan(drafter, target) if measured else default_plan(drafter, target)
     nodes = sizes.get("nodes", None if "draft" in sizes else NODES)
     depth, worth = sizes.get("draft", drafter.max_depth), sizes.get("worth", 0.0)
-    return build_plan(Plan(depth, nodes, worth=worth), drafter, target)
+    return Plan(depth, nodes, worth=worth)
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:

@@ -210,7 +210,9 @@ def test_missing_files(name: str, tmp_path: Path) -> None:
     refused(tmp_path, name)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\xff\xfe"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '"x"', "\xff\xfe", "[" * 100_000], ids=lambda text: text[:4]
+)
 def test_damaged_description(text: str, tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "head.json").write_bytes(text.encode("latin-1"))

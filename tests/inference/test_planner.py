@@ -66,7 +66,7 @@ def test_costs_are_bounded_and_slow_targets_are_not_measured_for_long(monkeypatc
     assert dear.forwards == 4  # two that allocate, and one pair
     slow: Any = Timed(0.02, 0.0)
     assert node_cost(slow) == CPU_COST
-    assert slow.forwards == 1
+    assert node_cost(slow) == CPU_COST and slow.forwards == 1
     monkeypatch.setattr(planner, "SECONDS", 1.0)
     free: Any = Timed(0.005, 0.0)
     assert planner.LEAST <= node_cost(free) < 0.02
@@ -154,8 +154,16 @@ def asked(*words: str) -> argparse.Namespace:
     return cli.parse_args(words)
 
 
+def test_each_forward_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch) -> None:
+    """A GPU is only asked for a forward; what it was asked before would be timed with it."""
+    target: Any = Timed(0.0, 0.0)
+    begun = []
+    monkeypatch.setattr(planner, "_finish", lambda device: begun.append(target.forwards))
+    node_cost(target)
+    assert begun == [n for k in range(target.forwards) for n in (k, k + 1)]
+
+
 def test_other_devices_are_waited_for(monkeypatch) -> None:
-    """Around each forward, since a GPU is only asked for it."""
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     planner._finish(torch.device("cpu"))
