@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from training import make_config, train
 
+from selfdraft.heads import Plan
+from selfdraft.inference.planner import default_plan
 from selfdraft.inference.speculator import Speculator
-from selfdraft.scripts import generate
+from selfdraft.scripts import drafting, generate
 
 TOKENS = 128
 
@@ -72,3 +74,23 @@ def test_bad_input_is_two_lines(heads, capsys, more, words):
     assert generate.main(asked(heads, *more)) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 2
+
+
+def test_the_plan_is_the_one_that_is_asked_for(heads):
+    spec = drafting.load(generate.parser().parse_args([str(heads)]))
+    assert spec.plan == default_plan(spec.drafter, spec.target) and spec.plan.nodes
+    spec = drafting.load(generate.parser().parse_args([str(heads), "--nodes", "4"]))
+    assert spec.plan == Plan(spec.drafter.max_depth, nodes=4)
+
+
+def test_of_a_hub_repository_the_two_files_of_a_head_are_fetched(heads, monkeypatch):
+    """Beside them may lie features and checkpoints, which are JSON and safetensors too."""
+    fetched = []
+
+    def snapshot(name, allow_patterns):
+        fetched.append((name, allow_patterns))
+        return str(heads)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert Speculator.from_pretrained("owner/head").drafter.max_depth > 0
+    assert fetched == [("owner/head", ["head.json", "model.safetensors"])]

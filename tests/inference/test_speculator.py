@@ -289,19 +289,6 @@ def test_bad_names(arguments: dict[str, Any], word: str) -> None:
     assert two_lines(error)
 
 
-def test_of_a_hub_repository_the_two_files_of_a_head_are_fetched(folder, monkeypatch) -> None:
-    """Beside them may lie features and checkpoints, which are JSON and safetensors too."""
-    asked = []
-
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert Speculator.from_pretrained("owner/head", target=tiny()).drafter.max_depth > 0
-    assert asked == [("owner/head", ["head.json", "model.safetensors"])]
-
-
 def test_bad_plan_and_bad_pairs(folder: Path) -> None:
     with pytest.raises(InputError, match="plan"):
         Speculator.from_pretrained(folder, target=tiny(), plan=-1)
