@@ -1,11 +1,12 @@
 """A head's folder: model.safetensors beside head.json, which says everything needed to load it.
 
 Both files are replaced whole, and head.json holds the other's checksum, so that a pair torn by a
-crash is noticed.
+crash is noticed, and one of its own fields that decide how the tensors are used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import warnings
@@ -69,6 +70,7 @@ def save_head(
         },
         "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }
+    description["wiring_sha256"] = _wiring_sum(description)
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, {"format": "pt"})
         description |= {"sha256": sha256(temporary), **notes}
@@ -136,12 +138,24 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     advice = f"Restore {folder}/{DESCRIPTION}."
     head = build_head(config, spec, tensors.get("draft_ids"), advice)
     _check_tensors(head, tensors, folder)
+    if description.get("wiring_sha256", wired := _wiring_sum(description)) != wired:
+        raise InputError(
+            f"{folder}/{DESCRIPTION}: kind, config or wiring were changed after the head was saved",
+            "Restore the file: these tensors draft well in the layout that they learned in alone.",
+        )
     head.load_state_dict(tensors)
     head.trained_length = description.get("trained_length")
     head.sharpness = _by_depth(description, "sharpness", config.depth, folder, _is_factor)
     accepted = _by_depth(description, "tau_t1_by_depth", config.depth, folder, _is_share)
     head.rates = first_rates(accepted or ())
     return head.requires_grad_(False).eval().to(spec.device, spec.dtype)
+
+
+def _wiring_sum(description: dict[str, Any]) -> str:
+    """Checksum of what says how the tensors are used, much of which no shape shows."""
+    config = {k: v for k, v in description["config"].items() if k not in REMOVED}
+    text = json.dumps([description["kind"], config, description.get("wiring")], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def without_removed(config: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ def _ids(target: TargetModel, prompt: Any, chat: bool) -> list[int]:
         if target.tokenizer is None:
             raise InputError("a text prompt needs a tokenizer", "Give ids, or pass tokenizer=.")
         if chat and target.tokenizer.chat_template is not None:
-            return _chat_ids(target, [{"role": "user", "content": prompt}])
+            messages = [{"role": "user", "content": prompt}]  # which makes tokens of nothing
+            return _chat_ids(target, messages) if prompt.strip() else []
         return list(target.tokenizer(prompt)["input_ids"])
     if isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt) and prompt:
         return _chat_ids(target, [_message(message) for message in prompt])

@@ -27,7 +27,15 @@ from .settings import Settings, settings_for
 from .statistics import Stats
 from .target import TargetModel
 
-CALL_ARGUMENTS = ("max_new_tokens", "stop_strings", "seed", "num_return_sequences", "chat")
+CALL_ARGUMENTS = (
+    "max_new_tokens",
+    "stop_strings",
+    "seed",
+    "num_return_sequences",
+    "chat",
+    "batch_size",
+    "record",
+)
 
 
 @dataclass

@@ -191,7 +191,7 @@ class TargetModel:
             "target": self.spec.identity["model"] or self.config.model_type,
             "dtype": self.spec.identity["dtype"],
             "device": str(self.device),
-            "linears": f"oneDNN-packed ({self.packed})" if self.packed else "torch",
+            "linears": f"{packed.library()}-packed ({self.packed})" if self.packed else "torch",
             "attention": self.config._attn_implementation,
         }
 

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from selfdraft.heads.base import Head
-from selfdraft.heads.errors import InputError, exit_code
+from selfdraft.heads.errors import InputError, check_count, exit_code
+from selfdraft.inference.settings import Settings
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.statistics import Stats
 from selfdraft.scripts import drafting
@@ -36,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     if not prompt.strip():
         raise InputError("the prompt is empty", 'Give --prompt "..." or text on standard input.')
+    check_count("max_new_tokens", options.max_new_tokens)
+    Settings(**_sampling(options))  # refuses before a target is loaded
     spec = drafting.load(options)
     if options.compare:
         return _compare(spec, prompt, options)
@@ -71,14 +74,19 @@ def _compare(spec: Speculator, prompt: str, options: argparse.Namespace) -> int:
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
-    return {
+    return _sampling(options) | {
         "max_new_tokens": options.max_new_tokens,
+        "seed": options.seed,
+        "chat": not options.no_chat,
+    }
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "do_sample": options.temperature != 0,
         "temperature": options.temperature,
         "top_k": options.top_k,
         "top_p": options.top_p,
-        "seed": options.seed,
-        "chat": not options.no_chat,
     }
 
 

@@ -9,6 +9,7 @@ from training import make_config, train
 from selfdraft.heads import Plan
 from selfdraft.inference.planner import default_plan
 from selfdraft.inference.speculator import Speculator
+from selfdraft.inference.target import TargetModel
 from selfdraft.scripts import drafting, generate
 
 TOKENS = 128
@@ -66,11 +67,16 @@ def test_other_greedy_ids_are_exit_code_1(heads, capsys, monkeypatch):
     [
         (["--prompt", "  "], "the prompt is empty"),
         (["--prompt", "cats", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--prompt", "cats", "--temperature", "-1"], "temperature"),
+        (["--prompt", "cats", "--top-k", "-1"], "top_k"),
         (["--prompt", "cats", "--top-p", "2"], "top_p"),
         (["--prompt", "cats", "--drafter", "nothing"], "nothing"),
     ],
 )
-def test_bad_input_is_two_lines(heads, capsys, more, words):
+def test_bad_input_is_two_lines(heads, capsys, monkeypatch, more, words):
+    """Before a target is loaded, unless it takes one to know."""
+    if words != "nothing":
+        monkeypatch.setattr(TargetModel, "load", lambda *a, **k: pytest.fail("loaded the target"))
     assert generate.main(asked(heads, *more)) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 2

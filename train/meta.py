@@ -15,6 +15,9 @@ from ..heads.errors import InputError
 from ..inference.target import TargetModel
 from .reading import read_rows, whole_lines
 
+MEANING = {"prompts": " (checksums of what data.prompts and data.limit select)"}
+"""What an error says of settings that do not explain themselves."""
+
 
 def meta_path(path: Path) -> Path:
     """Where it lies: beside the prepared file."""
@@ -98,6 +101,5 @@ def check_settings(
         wanted = wanted | {"answers": wanted["answers"][:entries]}
     for name, value in wanted.items():
         if known.get(name) != value:
-            raise InputError(
-                f"{path} was made with other {name}: {known.get(name)}, now {value}", advice
-            )
+            values = f"{known.get(name)}, now {value}{MEANING.get(name, '')}"
+            raise InputError(f"{path} was made with other {name}: {values}", advice)

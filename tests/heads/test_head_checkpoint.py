@@ -80,6 +80,12 @@ def test_a_field_of_training_that_is_gone_is_no_matter(tmp_path: Path) -> None:
     refused(tmp_path, "reached")
 
 
+def test_a_head_of_a_release_that_kept_no_wiring_sum_loads(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit(tmp_path, lambda d: d.pop("wiring_sha256"))
+    load_head(tmp_path, tiny().spec)
+
+
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_shared_storage_is_saved_and_the_target_is_not(lm_head: str, tmp_path: Path) -> None:
     """C5: own lm_heads that are one tensor, once cloned and once not."""
@@ -172,6 +178,11 @@ def test_another_dtype_is_cast_with_a_note(tmp_path: Path) -> None:
         (lambda d: d.update(tau_t1_by_depth=[0.5]), "tau_t1_by_depth"),
         (lambda d: d.update(tau_t1_by_depth=[0.5, -0.1, None]), "tau_t1_by_depth"),
         (lambda d: d["config"].update(width=10**15), "sizes"),
+        # Edits that every shape survives.
+        (lambda d: d["config"].update(taps=[1, 2]), "wiring"),
+        (lambda d: d["config"].update(draft_vocab=99), "wiring"),
+        (lambda d: d["wiring"].update(norm_stage="pre"), "wiring"),
+        (lambda d: d.pop("wiring"), "wiring"),
         (lambda d: d["target"].pop("fingerprint"), "fingerprint is missing"),
     ],
 )

@@ -194,6 +194,8 @@ def two_lines(error: pytest.ExceptionInfo[ValueError]) -> bool:
         ([], "empty"),
         ([[]], "no tokens"),
         ([[1, 2], []], "prompt 1"),
+        ("", "no tokens"),
+        (["hi", " "], "prompt 1 has no tokens"),
         ([1, 320], "320"),
         ([-1], "-1"),
         ([0.5, 1.0], "float"),
