@@ -1,7 +1,7 @@
 """A head's folder: model.safetensors beside head.json, which says everything needed to load it.
 
-Both files are replaced whole, and head.json holds the other's checksum, so that a pair torn by a
-crash is noticed, and one of its own fields that decide how the tensors are used.
+Both files are replaced whole.  head.json holds the other's checksum, so that a pair torn by a crash
+is noticed, and a checksum of its own kind, config and wiring, so that an edit is.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def save_head(
         },
         "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }
-    description["wiring_sha256"] = _wiring_sum(description)
+    description["config_sha256"] = _config_sum(description)
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, {"format": "pt"})
         description |= {"sha256": sha256(temporary), **notes}
@@ -138,10 +138,11 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     advice = f"Restore {folder}/{DESCRIPTION}."
     head = build_head(config, spec, tensors.get("draft_ids"), advice)
     _check_tensors(head, tensors, folder)
-    if description.get("wiring_sha256", wired := _wiring_sum(description)) != wired:
+    # Folders of the first releases have no such sum.
+    if description.get("config_sha256", now := _config_sum(description)) != now:
         raise InputError(
             f"{folder}/{DESCRIPTION}: kind, config or wiring were changed after the head was saved",
-            "Restore the file: these tensors draft well in the layout that they learned in alone.",
+            "Restore the file: they say what its tensors were trained as.",
         )
     head.load_state_dict(tensors)
     head.trained_length = description.get("trained_length")
@@ -151,11 +152,10 @@ def load_head(folder: str | Path, spec: TargetSpec, *, allow_other_target: bool 
     return head.requires_grad_(False).eval().to(spec.device, spec.dtype)
 
 
-def _wiring_sum(description: dict[str, Any]) -> str:
-    """Checksum of what says how the tensors are used, much of which no shape shows."""
-    config = {k: v for k, v in description["config"].items() if k not in REMOVED}
-    text = json.dumps([description["kind"], config, description.get("wiring")], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _config_sum(description: dict[str, Any]) -> str:
+    """Checksum of what a head was trained as, much of which no shape shows."""
+    known = [description.get(key) for key in ("kind", "config", "wiring")]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def without_removed(config: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ Product = Callable[[Tensor], Tensor]
 Make = Callable[[Tensor, Tensor | None], Product]
 
 ONEDNN_ROWS, MKL_ROWS = 8, 128
-"""Rows that a layout is asked for; measured: more cost oneDNN, fewer MKL.  Any number is right."""
+"""Rows that a layout is asked for, by what was quickest; it serves any number of them."""
 
 
 def works(make: Make, tolerance: float) -> bool:
@@ -36,12 +36,13 @@ def works(make: Make, tolerance: float) -> bool:
 
 @cache
 def library() -> str | None:
-    """Which library's layout is used here; None where there are no operators.
+    """Whose layout is used here: MKL's on an Intel processor under Linux, else oneDNN's; None where
+    there are no operators.
 
     By the processor, not by the clock: results of the two differ in rounding, and a run that goes
-    on shall compute what it did.  Of SmolLM2-135M's layers, MKL took 0.66, 0.67, 0.69 and 0.75 of
-    oneDNN's time for 1, 4, 8 and 16 rows on two cores of an Intel Xeon with AVX-512; on others it
-    is not known to be quicker.
+    on shall compute what it did.  On two cores of an Intel Xeon with AVX-512, MKL took 0.66, 0.67,
+    0.69, 0.75 and 0.83 of oneDNN's time for 1, 4, 8, 16 and 128 rows of SmolLM2-135M's layers.
+    Other Intel processors were not at hand; on AMD's it was not tried.
     """
     found = [name for name, make in LIBRARIES.items() if works(make, 1e-4)]
     preferred = "MKL" if "GenuineIntel" in _processor() else "oneDNN"
@@ -67,7 +68,14 @@ def _mkl(weight: Tensor, bias: Tensor | None) -> Product:
     # Of the weight as it was the operator reads the sizes alone, where it is told that the layout
     # is for as many rows as it is given; otherwise it would multiply by that weight.
     sizes = weight.new_empty(1).expand(weight.shape)
-    return lambda x: operators._mkl_linear(x, laid_out, sizes, bias, x.numel() // x.shape[-1])
+
+    def multiply(x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        if width != sizes.shape[1]:  # it would read past a row's end
+            raise RuntimeError(f"x {tuple(x.shape)} does not fit a weight {tuple(sizes.shape)}")
+        return operators._mkl_linear(x, laid_out, sizes, bias, x.numel() // width)
+
+    return multiply
 
 
 LIBRARIES: dict[str, Make] = {"oneDNN": _onednn, "MKL": _mkl}

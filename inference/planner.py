@@ -1,7 +1,7 @@
 """What a draft's nodes cost where the target runs, and the plan that pays there.
 
 A node pays where the tokens that it brings take less time than they would elsewhere (`Plan.worth`).
-What it costs differs: 0.02 or 0.05 of a forward on two CPU cores of two kinds; a GPU's is not known
+What it costs differs: 0.03 or 0.05 of a forward on two CPU cores of two kinds; a GPU's is not known
 here.
 """
 
@@ -28,7 +28,7 @@ MEASURED = "measured"
 """The plan that is asked for by this name goes by the cost of a node on this machine."""
 CPU_COST = 0.05
 """A node's cost on a CPU where it is not measured: SmolLM2-135M's on two cores of an AMD EPYC; on
-two of an Intel Xeon it is 0.02.  Fixed, so that a seed gives the same text in every run."""
+two of an Intel Xeon it is 0.03.  Fixed, so that a seed gives the same text in every run."""
 LEAST, MOST = 2.0**-7, 0.25
 """Bounds of a measured cost, in forwards."""
 SPEEDUP = 1.6

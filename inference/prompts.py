@@ -81,7 +81,8 @@ def _ids(target: TargetModel, prompt: Any, chat: bool) -> list[int]:
         if target.tokenizer is None:
             raise InputError("a text prompt needs a tokenizer", "Give ids, or pass tokenizer=.")
         if chat and target.tokenizer.chat_template is not None:
-            messages = [{"role": "user", "content": prompt}]  # which makes tokens of nothing
+            # A template would make tokens even of nothing.
+            messages = [{"role": "user", "content": prompt}]
             return _chat_ids(target, messages) if prompt.strip() else []
         return list(target.tokenizer(prompt)["input_ids"])
     if isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt) and prompt:
@@ -125,7 +126,7 @@ def check_ids(target: TargetModel, ids: list[int], name: str) -> None:
     """Raises InputError for an empty prompt, a foreign id, or no position left for the answer."""
     size, positions = target.vocab_size, target.max_positions
     if not ids:
-        raise InputError(f"{name} has no tokens", "Give at least one token.")
+        raise InputError(f"{name} is empty: it has no tokens", "Give at least one token.")
     if min(ids) < 0 or max(ids) >= size:
         wrong = next(i for i in ids if not 0 <= i < size)
         raise InputError(

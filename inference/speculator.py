@@ -27,15 +27,8 @@ from .settings import Settings, settings_for
 from .statistics import Stats
 from .target import TargetModel
 
-CALL_ARGUMENTS = (
-    "max_new_tokens",
-    "stop_strings",
-    "seed",
-    "num_return_sequences",
-    "chat",
-    "batch_size",
-    "record",
-)
+STREAM_ARGUMENTS = ("max_new_tokens", "stop_strings", "seed", "chat", "stats")
+CALL_ARGUMENTS = (*STREAM_ARGUMENTS[:-1], "num_return_sequences", "batch_size", "record")
 
 
 @dataclass
@@ -153,7 +146,7 @@ class Speculator:
         Raises:
             InputError: a bad prompt or argument.
         """
-        settings = self._settings(sampling, max_new_tokens)
+        settings = self._settings(sampling, max_new_tokens, CALL_ARGUMENTS)
         ids, _ = prompt_ids(self.target, prompts, chat)
         check_count("num_return_sequences", num_return_sequences)
         check_count("batch_size", batch_size)
@@ -189,7 +182,7 @@ class Speculator:
         Args:
             stats: filled in while the text comes.
         """
-        settings = self._settings(sampling, max_new_tokens)
+        settings = self._settings(sampling, max_new_tokens, STREAM_ARGUMENTS)
         ids, many = prompt_ids(self.target, prompt, chat)
         if many or self.target.tokenizer is None:
             raise InputError("stream takes one prompt and needs a tokenizer", "Use generate.")
@@ -233,11 +226,13 @@ class Speculator:
         # transformers passes a mask twice where the signature names one.
         return run(self, input_ids, kwargs, logits_processor, stopping_criteria, generation_config)
 
-    def _settings(self, given: dict[str, Any], max_new_tokens: int) -> Settings:
+    def _settings(
+        self, given: dict[str, Any], max_new_tokens: int, call: Sequence[str]
+    ) -> Settings:
         check_count("max_new_tokens", max_new_tokens)
         return settings_for(
             given,
-            call=CALL_ARGUMENTS,
+            call=call,
             eos_ids=self.target.eos_ids,
             vocab=self.target.vocab_size,
             tokens=max_new_tokens,

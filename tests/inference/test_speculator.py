@@ -195,7 +195,7 @@ def two_lines(error: pytest.ExceptionInfo[ValueError]) -> bool:
         ([[]], "no tokens"),
         ([[1, 2], []], "prompt 1"),
         ("", "no tokens"),
-        (["hi", " "], "prompt 1 has no tokens"),
+        (["hi", " "], "prompt 1 is empty"),
         ([1, 320], "320"),
         ([-1], "-1"),
         ([0.5, 1.0], "float"),

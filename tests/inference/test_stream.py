@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
+from selfdraft.heads import InputError
 from selfdraft.inference.speculator import Speculator
 from selfdraft.inference.target import TargetModel
 
@@ -72,3 +73,11 @@ def test_a_piece_costs_the_same_however_long_the_text_is(
     spec = Speculator(spaced, script(tiny(), max_depth=2))
     assert len(list(spec.stream(PROMPTS[0], max_new_tokens=39))) < 20
     assert max(lengths) <= 6
+
+
+@pytest.mark.parametrize("name", ["batch_size", "num_return_sequences", "record"])
+def test_what_generate_alone_takes_is_not_advised(name: str) -> None:
+    with pytest.raises(InputError, match=f"does not take '{name}'") as error:
+        Speculator(tiny()).stream("hi", **{name: 2})
+    advice = str(error.value).splitlines()[1]
+    assert name not in advice and "stats" in advice
