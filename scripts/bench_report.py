@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -80,6 +81,7 @@ def row(
     for name in BASES:
         base = bases.get(name)
         found[f"median_speedup_vs_{name}"] = base and _median_speedup(method, base)
+        found[f"speedup_vs_{name}_se"] = base and _standard_error(method.runs, base.runs)
     found["seconds_by_part"] = dict(sum((Counter(run.parts) for run in method.runs), Counter()))
     found["by_category"] = {
         category: _figures(method, bases, [i for i in every if categories[i] == category], greedy)
@@ -124,6 +126,21 @@ def _decode_rate(runs: list[Run]) -> float:
 def _median_speedup(method: Method, base: Method) -> float:
     pairs = zip(method.runs, base.runs, strict=True)
     return median(_rate([mine]) / _rate([other]) for mine, other in pairs)
+
+
+def _standard_error(runs: list[Run], others: list[Run]) -> float | None:
+    """Of the speedup, over prompts: how much it would vary with others of their kind, and with what
+    else the machine did.  To first order a prompt moves the log of a ratio of sums by what its own
+    terms are of those sums.  None for a single prompt."""
+    if len(runs) < 2:
+        return None
+    moves = [0.0] * len(runs)
+    for side, sign in ((runs, 1), (others, -1)):
+        tokens, seconds = (sum(len(r.ids) for r in side), sum(r.seconds for r in side))
+        for i, run in enumerate(side):
+            moves[i] += sign * (len(run.ids) / tokens - run.seconds / seconds)
+    squares = sum(move**2 for move in moves) * len(moves) / (len(moves) - 1)
+    return _rate(runs) / _rate(others) * math.sqrt(squares)
 
 
 def first_difference(mine: list[int], other: list[int]) -> int | None:

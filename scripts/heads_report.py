@@ -52,8 +52,8 @@ def write_page(report: dict[str, Any], path: Path) -> None:
         "## Speed",
         _speed(report),
         "x plain: tokens a second over those of plain decoding, x hf: of transformers' generate, "
-        'with the prompts\' prefill and, under "decoding", without it. identical: texts equal to '
-        "plain decoding's.",
+        'with the prompts\' prefill and, under "decoding", without it; s.e.: standard error over '
+        "prompts. identical: texts equal to plain decoding's.",
         *_differences(report),
         *_acceptance(report),
         "## Speedup over plain decoding by category",
@@ -82,6 +82,7 @@ TIMED = {
     "tokens_per_second": "tokens/s",
     "tokens_per_round": "tokens a round",
     "speedup_vs_plain": "x plain",
+    "speedup_vs_plain_se": "± s.e.",
     "decode_speedup_vs_plain": "decoding",
     "speedup_vs_hf": "x hf",
     "decode_speedup_vs_hf": "decoding",

@@ -20,6 +20,11 @@ def test_rows_of_a_report_by_hand():
     assert found["tokens_per_round"] == pytest.approx(2 / 3) and found["identical"] == "1/2"
     assert found["median_speedup_vs_plain"] == pytest.approx((5 / 3 + 1) / 2)
     assert found["speedup_vs_hf"] is found["median_speedup_vs_hf"] is None
+    # 3/5 - 5/7 and 2/5 - 2/7 of the seconds: 7/5 * sqrt(2 * (4/35)^2 * 2)
+    assert found["speedup_vs_plain_se"] == pytest.approx(0.32)
+    assert row(plain, {"plain": plain}, ["a", "b"])["speedup_vs_plain_se"] == 0
+    one = [Method(m.name, m.generate, m.runs[:1]) for m in (plain, fast)]
+    assert row(one[1], {"plain": one[0]}, ["a"])["speedup_vs_plain_se"] is None
     assert found["by_category"]["b"]["speedup_vs_plain"] == 1
     assert found["seconds_by_part"] == {"prefill": 2.0}
     assert row(fast, {"plain": plain}, ["a", "b"], greedy=False)["identical"] is None
