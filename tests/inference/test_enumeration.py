@@ -47,7 +47,10 @@ def test_joint_law(kind: str, seed: int, settings: dict[str, Any], monkeypatch) 
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [*((kind, {}) for kind in sorted(HEADS)), ("hydra", {"prefix_attention": True})],
+    [
+        *((kind, {}) for kind in sorted(HEADS)),
+        pytest.param("hydra", {"prefix_attention": True}, marks=pytest.mark.proof),
+    ],
 )
 def test_joint_law_over_more_rounds(kind: str, fields: dict[str, Any], monkeypatch) -> None:
     target = memoised(micro(4, 7))
